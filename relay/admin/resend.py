@@ -45,6 +45,8 @@ class Resend:
 
 def plan(settings: Settings, sink: str, ids: Collection[str], wanted: EventSearch) -> Resend:
     """Find the events with some ids, or if there are none those that a search selects. Raises ConfigurationError."""
+    if bool(ids) is (wanted != EventSearch()):
+        raise ConfigurationError("events: give either the ids of events, or what selects them")
     _require_delivering(settings, sink)
     with reach_target(settings) as target:
         require_begun(target, settings, sink)

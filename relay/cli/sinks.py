@@ -13,7 +13,6 @@ import typer
 from relay.cli.options import ConfigOption, JsonOption, ReasonOption, YesOption, time_of, warn
 from relay.cli.terminal import approve, print_given_up, print_table
 from relay.config.files import load
-from relay.faults import ConfigurationError
 from relay.observe.phrases import counted, duration, moment, pausing, recently
 
 sink = typer.Typer(
@@ -156,8 +155,6 @@ def sink_resend(
     from relay.source.outbox.search import EventSearch
 
     wanted = EventSearch(host, event_type, aggregate_type, aggregate, since, until)
-    if bool(event) is (wanted != EventSearch()):
-        raise ConfigurationError("give the ids of events with --event, or what selects them")
     settings = load(config)
     planned = resend.plan(settings, name, event or (), wanted)
     print(f"{counted(len(planned.ids), 'event', 'events')} to be delivered to {name} again")

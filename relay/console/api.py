@@ -312,6 +312,13 @@ def rebuild(group: GroupDep, caller: CallerDep, sink: str, act: models.RebuildAc
     return _seek_sink(group, sink, act.from_, True, act, caller.name)
 
 
+@router.post(_GROUP + "/sinks/{sink:path}/resend", tags=["sinks"])
+def resend(group: GroupDep, caller: CallerDep, sink: str, act: models.ResendAct) -> Count:
+    """Deliver events to a sink again, marked as a resend. The sink keeps its position."""
+    deliveries = group.resend(sink, act.ids, act.filter.search(), caller.name, act.reason)
+    return Count(transactions=deliveries)
+
+
 @router.post(_GROUP + "/sinks/{sink:path}/drop", tags=["sinks"])
 def drop(group: GroupDep, caller: CallerDep, sink: str, act: models.Act) -> Count:
     """Forget a sink that is no longer configured, with its deferred transactions."""

@@ -17,7 +17,7 @@ from uuid import UUID
 
 import psycopg
 
-from relay.admin import endpoints, events, queues, schedules, sinks, status, tokens
+from relay.admin import endpoints, events, queues, resend, schedules, sinks, status, tokens
 from relay.admin.connections import reach_target
 from relay.admin.dead_letters import DeadLetters, printed
 from relay.admin.deferred import DeferredTransactions
@@ -25,7 +25,7 @@ from relay.admin.events import FoundEvent
 from relay.admin.offsets import OffsetsMove, PartitionStatus, plan_seek, positions, seek
 from relay.admin.sinks import SinkMove, SinkStatus
 from relay.admin.status import Status
-from relay.config.handlers import HttpHandler
+from relay.config.handlers import DeliveryHandler, HttpHandler
 from relay.config.settings import Settings
 from relay.config.types import duration as length_of
 from relay.console.charts import Series, of_group, of_sink
@@ -315,6 +315,20 @@ class GroupView:
             move = sinks.plan_seek(self._settings, name, to, "to")
             sinks.seek(self._settings, name, move.goal, rebuild, reason)
         return move.goal.text
+
+    @property
+    def delivering_sinks(self) -> list[str]:
+        """The configured sinks to which single events can be delivered again."""
+        handlers = self._settings.sink_handlers
+        return [name for name, each in handlers.items() if isinstance(each, DeliveryHandler)]
+
+    def resend(
+        self, name: str, ids: Sequence[str], wanted: EventSearch, by: str, reason: str
+    ) -> int:
+        """Have a sink get events again; return in how many deliveries."""
+        with acting(by):
+            planned = resend.plan(self._settings, name, ids, wanted)
+            return resend.resend(self._settings, planned, reason)
 
     def drop_sink(self, name: str, by: str, reason: str) -> int:
         """Forget a sink that is no longer configured; return how many deferred transactions are deleted with it."""

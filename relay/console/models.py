@@ -252,6 +252,13 @@ class SeekAct(Act):
     dry_run: bool = Field(False, description="Only report what the action would do.")
 
 
+class ResendAct(Act):
+    """Which events a sink gets again: those with some ids, or without ids those that meet every condition."""
+
+    ids: list[Text] = []
+    filter: EventFilter = EventFilter()
+
+
 class OffsetsSeekAct(SeekAct):
     """A seek of the group, also to an LSN; with `partition`, of that partition only."""
 

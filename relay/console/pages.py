@@ -35,7 +35,7 @@ from relay.console.security import COOKIE, SESSION_SECONDS, Guard
 from relay.console.views import address
 from relay.faults import ConfigurationError
 from relay.observe.phrases import counted, dead_are, pausing, replayed_to
-from relay.source.outbox.search import SCANNED
+from relay.source.outbox.search import SCANNED, EventSearch
 from relay.store import states
 from relay.store.api_tokens import RIGHTS
 from relay.store.dead_letters import of_queue
@@ -200,7 +200,7 @@ def sink_drop(request: Request, views: ViewsDep, group: GroupDep, name: str) -> 
 
 @router.post("/groups/{group}/sink/{action}")
 def sink_action(request: Request, views: ViewsDep, sent: SubmissionDep, action: str) -> Response:
-    """Pause, resume, seek or forget a sink, or disable or enable an endpoint of it."""
+    """Pause, resume, seek or forget a sink, have it get an event again, or disable or enable an endpoint of it."""
     name, reason = sent.fields.get("name", ""), sent.reason
     to = address(sent.group.name, "sink", name=name)
     match action:
@@ -214,6 +214,11 @@ def sink_action(request: Request, views: ViewsDep, sent: SubmissionDep, action: 
                 name, sent.fields.get("to", ""), rebuild, sent.operator, reason
             )
             text = f"Sink {name} goes on {where}."
+        case "resend":
+            event_id = sent.fields.get("event", "")
+            sent.group.resend(name, [event_id], EventSearch(), sent.operator, reason)
+            text = f"The event is delivered to sink {name} again."
+            to = address(sent.group.name, "event", id=event_id)
         case "enable":
             endpoint = sent.fields.get("endpoint", "")
             changed = sent.group.enable_endpoint(name, endpoint, sent.operator, reason)
@@ -239,7 +244,14 @@ def event(request: Request, views: ViewsDep, group: GroupDep, id: str = "") -> R
         found, missing = group.event(wanted) if wanted else None, None
     except Missing as error:
         found, missing = None, str(error)
-    return views.page(request, "event.html", id=wanted, event=found, missing=missing)
+    return views.page(
+        request,
+        "event.html",
+        id=wanted,
+        event=found,
+        missing=missing,
+        delivering=group.delivering_sinks,
+    )
 
 
 @router.get("/groups/{group}/events")

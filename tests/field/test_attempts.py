@@ -17,6 +17,7 @@ from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.source.outbox.search import EventSearch
 from relay.store import actions
+from tests.console import Program, Visitor, console_of, served
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.webhook import Answer, Request, Webhook
 
@@ -237,3 +238,38 @@ def test_the_command_resends_and_tells_of_the_attempt(
         said = run("event", number)
         assert "delivered" in said
         assert "POST http" in said
+
+
+def test_the_console_and_its_api_resend(outbox: Outbox) -> None:
+    """A batch replay from the list of events did nothing; one from a page left out what had succeeded.
+
+    https://github.com/frain-dev/convoy/pull/1740
+    https://github.com/frain-dev/convoy/pull/1237
+    https://github.com/juspay/hyperswitch/pull/4176
+    """
+    with Webhook(lambda _headers, _body: Answer()) as webhook:
+        settings = outbox.settings(
+            handlers={"hook": {"type": "http", "url": webhook.url}},
+            routes=[{"handlers": ["hook"]}],
+            observe=console_of(),
+        )
+        outbox.install_again(settings)
+        with relaying(settings):
+            number = publish(outbox)
+            outbox.wait_delivered("hook")
+            with served(settings) as address:
+                visitor, program = Visitor(address), Program(address)
+                page = f"/groups/default/event?id={number}"
+                assert "Send it to hook again" in visitor.page(page)
+                sent = visitor.send(
+                    "/groups/default/sink/resend", name="hook", event=number, reason="lost"
+                )
+                assert "is delivered to sink hook again" in sent.text
+                wait_until(lambda: len(of(webhook, number)) == 2)
+                answer = program.post("sinks/hook/resend", filter={"event_type": "order.placed"})
+                assert answer["transactions"] == 1
+                wait_until(lambda: len(of(webhook, number)) == 3)
+                wait_until(lambda: len(find(settings, number).attempts) == 2)
+                assert "resent by" in visitor.page(page)
+                told = program.get(f"events/{number}")["attempts"]
+    assert [each["outcome"] for each in told] == ["delivered", "delivered"]
