@@ -548,7 +548,7 @@ def test_the_commands(outbox: Outbox, config: Path) -> None:
     ):
         assert [each["id"] for each in listed(*words)] == expected
     assert "a, b, c and 1 more" in command(config, "deferred", "list")
-    assert "--kind: 'odd' is not retry, holding, replay, scheduled or blocked" in command(
+    assert "--kind: 'odd' is not retry, holding, replay, resend, scheduled or blocked" in command(
         config, "deferred", "list", "--kind", "odd", status=2
     )
 
@@ -845,7 +845,7 @@ def test_the_former_schema_is_migrated(outbox: Outbox, tmp_path: Path, by: str) 
     assert second < third
     assert not outbox.column(
         "select indexdef from pg_indexes where schemaname = 'relay' and indexdef ~ 'USING gin'"
-        " and indexname <> 'deferred_events'"
+        " and tablename = 'deferred' and indexname <> 'deferred_events'"
     )
 
 
