@@ -32,6 +32,7 @@ from relay.store.dead_letters import selection as dead_letters
 from relay.store.dead_letters.selection import DeadLetterSelection, DeadTransaction
 from relay.store.deferred import selection as deferred
 from relay.store.deferred.selection import DeferredSelection
+from relay.store.queues import MessageSelection
 from tests.outbox import DEFER, Outbox, event, host, relaying, wait_until
 from tests.webhook import Webhook
 from tests.workers import working
@@ -97,7 +98,7 @@ def full(outbox: Outbox) -> Outbox:
 
 def _list_all(settings: Settings) -> None:
     """Look at everything that has such a column."""
-    queue, messages = queues.shown(settings, "mail", (), 10)
+    queue, messages = queues.shown(settings, "mail", MessageSelection(), 10)
     assert json_fields(queue)
     assert [json_fields(each) for each in messages]
     assert [json_fields(each) for each in endpoints.listed(settings)]

@@ -26,12 +26,8 @@ LANDED = {
     "target/001_target.sql": "32be4b67b8321aeda29e338ac36074af0585a4548680ab6eabff2e75f5034cd4",
     "target/002_retention.sql": "b297bddc2124091b683d7c9c11754067c52c59639051196144ff6777847b9124",
     "target/004_queues.sql": "4b0eeba6f6c1a7213e0b3e129c37d346e6306f712ce960951a3ffeaa386f753d",
-<<<<<<< HEAD
-    "target/005_scheduled.sql": "9f62e2e8db6a6bce67c2d7ad277994a55f51c4af397bfd9ff23cbbdfafd1b314",
-    "target/006_dead_letters.sql": "c56bac2752cbb7b46ea9dae6a934d142bc2a0e808f9487722789154f90fdee84",
-=======
     "target/005_scheduled.sql": "e699fd3a1eec43440accd88740563e50ff686f44939738db671353080bf2d5b8",
->>>>>>> 75db5d01 (Messages of a queue are run, moved, cancelled and shown by one filter, and edited: in SQL, by commands, API and console)
+    "target/006_dead_letters.sql": "c56bac2752cbb7b46ea9dae6a934d142bc2a0e808f9487722789154f90fdee84",
 }
 """The editions of the files in the relay that landed before, each of which has changed since."""
 
