@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from contextlib import suppress
 from dataclasses import replace
 from uuid import UUID
 
@@ -184,26 +185,24 @@ def read_page(
 ) -> OutboxPage:
     """Read a page of the log, from which nothing is missing, and of which a crash of the server takes nothing.
 
-    With `until`, that is so already of what `until` sees. Raises AheadOfServer, EventsLost, EventsRemoved,
-    TransientFault, psycopg.Error.
+    With `until`, that is so already of what `until` sees; without it, the end of the log is covered by a witness where
+    that is possible. Raises EventsLost, EventsRemoved, TransientFault, psycopg.Error.
     """
-    if until is None:
-        # Before the page: its origin has all of these commits.
-        until = durable_position(conn).snapshot
+    # Before the page: its origin has all of these commits.
+    seen = until or durable_position(conn).snapshot
     page = None
-    try:
-        page = log_pages.read(conn, after, events, until, history.known)
-    except AheadOfServer:
-        if after.witness is None:
-            raise
+    with suppress(AheadOfServer):
+        page = log_pages.read(conn, after, events, seen, history.known)
     if page is None or not history.has(conn, after, page.origin):
         proven = history.proven(conn, after)
         if proven is None:
             raise EventsLost
-        after, page = proven, log_pages.read(conn, proven, events, until, history.known)
+        after, page = proven, log_pages.read(conn, proven, events, seen, history.known)
     # After it: what was removed before the page was read is known then.
     if lost_after(conn, OWN_OUTBOX, after.before) is not None:
         raise EventsRemoved
+    if until is None and not page.transactions:
+        return replace(page, end=history.covered(conn, page.end))
     return page
 
 
@@ -217,7 +216,7 @@ def read_kept(
     """Read a page of the log for a request. Raises HTTPException (410), TransientFault and psycopg.Error."""
     try:
         return read_page(conn, history, after, events, until)
-    except (AheadOfServer, EventsLost):
+    except EventsLost:
         raise _gone(
             "the database server has been replaced, or restored from a backup or a dump, and may lack events before "
             "this position"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import select
 from collections.abc import Callable
-from dataclasses import replace
 from threading import Event
 
 from psycopg import sql
@@ -19,7 +18,7 @@ from relay.config.settings import Settings
 from relay.runtime.notifications import take_notifications
 from relay.runtime.parts import Condition, Recurring
 from relay.store.connections import SHORT_TIMEOUTS, Connection, connect, sessions_with
-from relay.store.log_pages import AheadOfServer, LogPosition, OutboxPage, PageSize
+from relay.store.log_pages import LogPosition, OutboxPage, PageSize
 from relay.waits import Backoff
 
 log = logging.getLogger(__name__)
@@ -95,10 +94,7 @@ class Tail(Recurring):
         position = self._position
         try:
             page = read_page(conn, self._history, position, self._size.events)
-            # What was read is delivered first.
-            if not page.transactions:
-                page = replace(page, end=self._history.covered(conn, page.end))
-        except (AheadOfServer, EventsLost, EventsRemoved):
+        except (EventsLost, EventsRemoved):
             # A failover has lost what was read last, or retention has removed what comes next.
             self._position = None
             return
