@@ -163,10 +163,11 @@ class DeferralRules:
             xid = int(assigned.transactions.facts["xid"][index])
             for sink, delivery, deferral in self.deliveries(assigned.part(index, index + 1)):
                 known = ranges.get(sink)
-                if known is not None and xid and not known.has(xid):
+                full = known.unread(xid) if known is not None and xid else None
+                if full is not None:
                     if number in as_published:
                         continue
-                    unread.setdefault(sink, []).append(known.full(xid))
+                    unread.setdefault(sink, []).append(full)
                 by_sink.setdefault(sink, []).append((delivery, deferral))
         if unread:
             sinks.add_done(conn, self._group, unread)

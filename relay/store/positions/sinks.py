@@ -432,17 +432,12 @@ class ReadRange:
     snapshots: list[Snapshot]
     done: Xids
 
-    def full(self, xid: int) -> int:
-        """The full xid of a transaction, by its xid of the WAL."""
+    def unread(self, xid: int) -> int | None:
+        """The full xid of a transaction, by its xid of the WAL; None if it has read it."""
         newest = max(each.xmax for each in self.snapshots)
-        return int(full_xids(np.array([xid], np.uint32), newest)[0])
-
-    def has(self, xid: int) -> bool:
-        """Whether it has read a transaction, by its xid of the WAL."""
-        full = np.array([self.full(xid)], np.int64)
-        return bool(np.isin(full, self.done).all()) or any(
-            bool(each.sees(full).all()) for each in self.snapshots
-        )
+        full = full_xids(np.array([xid], np.uint32), newest)
+        is_read = np.isin(full, self.done) | [each.sees(full)[0] for each in self.snapshots]
+        return None if is_read.any() else int(full[0])
 
 
 def read_ranges(conn: Connection, group: str, sinks: Collection[str]) -> dict[str, ReadRange]:
