@@ -191,20 +191,22 @@ class Schedule(Recurring):
 
     def _rotate(self, source: Connection, target: Connection, noted: list[str]) -> None:
         of, present = self._settings.retention, self._clock(source)
-        if self._settings.source.owns_table:
-            with self._step("readers", source):
-                self._expire(source, target)
+        self._maintain(source, target, "readers", present, None)
         if partitions.retained(source, self._settings.source.table) is None:
             return
-        self._maintain(source, "partitions", present, None)
         if self._give_up(source, target, present):
             # The process that runs the reader stops it at its next turn, before events are removed.
             return
         if of.keep is not None and self._is_archived(target, noted):
-            self._maintain(source, "drop", present, of.keep)
+            self._maintain(source, target, "drop", present, of.keep)
 
     def _maintain(
-        self, source: Connection, first: str, present: datetime, keep: timedelta | None
+        self,
+        source: Connection,
+        target: Connection,
+        first: str,
+        present: datetime,
+        keep: timedelta | None,
     ) -> None:
         """Take the steps of the outbox's upkeep from one on, and report what they have done."""
         found = dict[str, list[str]]()
@@ -214,6 +216,11 @@ class Schedule(Recurring):
                 found.setdefault(step, []).append(done)
             if fault is not None:
                 self._faults.append(fault)
+        for name in "\n".join(found.get("readers", ())).splitlines():
+            actions.record(target, self._settings.group, "", "give up", "expires", {"reader": name})
+            log.warning(
+                "a reader has expired: events are no longer kept for it", extra={"reader": name}
+            )
         if created := found.get("partitions"):
             log.info("partitions created", extra={"partitions": ", ".join(created)})
         for repaired in found.get("exchange", ()):
@@ -232,15 +239,6 @@ class Schedule(Recurring):
         if archive is None:
             return True
         return archive in noted and not completeness.is_lost(target, self._settings.group, archive)
-
-    def _expire(self, source: Connection, target: Connection) -> None:
-        """Give up the readers that have expired, and drop such subscribers."""
-        source.execute("select relay.expire_subscribers()")
-        for (name,) in source.execute("select relay.expire_readers()").fetchall():
-            actions.record(target, self._settings.group, "", "give up", "expires", {"reader": name})
-            log.warning(
-                "a reader has expired: events are no longer kept for it", extra={"reader": name}
-            )
 
     def _give_up(self, source: Connection, target: Connection, present: datetime) -> bool:
         """Give up the readers that lag by more than max_lag, except the archive; returns whether there were any."""

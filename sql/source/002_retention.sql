@@ -433,7 +433,7 @@ begin
     when 'readers' then
         if outbox = 'public.outbox_message_t' and to_regclass('relay.log_conditions') is not null then
             perform relay.expire_subscribers();
-            perform relay.expire_readers();
+            done := (select string_agg(reader, chr(10)) from relay.expire_readers() as reader);
         end if;
     when 'partitions' then
         if found_one.every is not null then
