@@ -281,9 +281,10 @@ def test_what_is_not_the_sinks_does_not_carry_the_slot_past_what_is(
 
 @pytest.mark.parametrize("stops", [True, pytest.param(False, marks=pytest.mark.rare)])
 def test_nothing_is_confirmed_for_a_sink_that_another_process_has(
-    outbox: Outbox, webhook: Webhook, stops: bool
+    outbox: Outbox, webhook: Webhook, stops: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One slot, and a consumer that has not attached yet: spiceai/spiceai#11289."""
+    monkeypatch.setattr("relay.source.stream.receiver.ASK_SECONDS", 0.2)
     settings = configured(outbox, webhook)
     with relaying(settings):
         outbox.publish(host(1), event(0))

@@ -185,7 +185,7 @@ def test_a_whole_connection_string_is_read_again(login: Login, tmp_path: Path) -
     with relaying(outbox.settings(source=source)):
         outbox.publish(host(1), event(1))
         outbox.wait_handled()
-        file.write_text(outbox.superuser_dsn)
+        file.write_text(outbox.relay_dsn)
         outbox.conn.execute(f"alter role {login.role} nologin".encode())
         login.cut()
         outbox.publish(host(1), event(2))
