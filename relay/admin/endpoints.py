@@ -1,4 +1,4 @@
-"""Lists, disables, enables and tests endpoints that data choose, while relay runs or not: `relay endpoint`."""
+"""Lists, disables, pauses, enables and tests endpoints that data choose, while relay runs or not: `relay endpoint`."""
 
 from __future__ import annotations
 
@@ -31,11 +31,17 @@ def listed(settings: Settings, sink: str | None = None, limit: int = 1_000) -> l
 
 
 def set_disabled(
-    settings: Settings, sink: str, endpoint: str, disabled: bool, reason: str | None
+    settings: Settings,
+    sink: str,
+    endpoint: str,
+    disabled: bool,
+    reason: str | None,
+    *,
+    waits: bool = False,
 ) -> StoredEndpoint | None:
     """Disable an endpoint, by its id or URL, or enable it; returns it as it was before, None if it was so already.
 
-    Where `endpoints.id` names a column, only by that id.
+    Where `endpoints.id` names a column, only by that id. If it `waits`, it is paused.
 
     An instance that runs does so within seconds. Raises ConfigurationError.
     """
@@ -49,12 +55,14 @@ def set_disabled(
                 + (", or give its URL" if disabled else "")
             )
         if disabled:
-            changed = endpoints.disable(target, settings.group, sink, id, address or "", reason)
+            changed = endpoints.disable(
+                target, settings.group, sink, id, address or "", reason, waits
+            )
         else:
             changed = endpoints.enable(target, settings.group, sink, id)
         if not changed:
             return None
-        action = "endpoint disable" if disabled else "endpoint enable"
+        action = f"endpoint {('pause' if waits else 'disable') if disabled else 'enable'}"
         actions.record(target, settings.group, sink, action, reason, {"endpoint": id})
     return before or StoredEndpoint(sink, id, address or "", None, None, None)
 

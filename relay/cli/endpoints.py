@@ -15,7 +15,7 @@ from relay.faults import ConfigurationError
 from relay.observe.phrases import moment
 
 endpoint = typer.Typer(
-    help="Endpoints that data choose (type: http): those that fail, and those that are disabled.",
+    help="Endpoints that data choose (type: http): those that fail, are disabled, or are paused.",
     no_args_is_help=True,
 )
 
@@ -105,6 +105,23 @@ def endpoint_disable(
     print(f"endpoint {changed.endpoint} ({changed.address}) is disabled")
 
 
+@endpoint.command("pause")
+def endpoint_pause(
+    sink: SinkArgument,
+    endpoint: EndpointArgument,
+    config: ConfigOption = None,
+    reason: ReasonOption = None,
+) -> None:
+    """Pause an endpoint: what is for it waits in order, until it is enabled."""
+    from relay.admin.endpoints import set_disabled
+
+    changed = set_disabled(load(config), sink, endpoint, True, reason, waits=True)
+    if changed is None:
+        print("the endpoint was paused already")
+        return
+    print(f"endpoint {changed.endpoint} ({changed.address}) is paused")
+
+
 @endpoint.command("enable")
 def endpoint_enable(
     sink: SinkArgument,
@@ -112,14 +129,19 @@ def endpoint_enable(
     config: ConfigOption = None,
     reason: ReasonOption = None,
 ) -> None:
-    """Enable an endpoint, and say how to replay what has become dead letters meanwhile."""
+    """Enable an endpoint that is disabled or paused, and say what is to be done with what has come meanwhile."""
     from relay.admin.endpoints import set_disabled
 
     changed = set_disabled(load(config), sink, endpoint, False, reason)
     if changed is None:
-        print("the endpoint was not disabled")
+        print("the endpoint was neither disabled nor paused")
         return
     print(f"endpoint {changed.endpoint} ({changed.address}) is enabled")
+    if changed.waits:
+        print(
+            f"what waits for it is tried soon, or at once: relay deferred run --sink {changed.sink}"
+        )
+        return
     print(
         "what has become dead letters meanwhile: "
         f"relay dlq replay --sink {changed.sink} --exception {changed.endpoint}"

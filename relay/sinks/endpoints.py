@@ -241,6 +241,8 @@ class Endpoints:
     def require(self, endpoint: Endpoint) -> None:
         """Raise EndpointDisabled or EndpointDown if the endpoint is not to be tried now."""
         if endpoint.disabled is not None:
+            if endpoint.disabled.waits:
+                raise EndpointDown(_disabled(endpoint.disabled), tried=False)
             raise EndpointDisabled(_disabled(endpoint.disabled))
         seconds = endpoint.breaker.seconds_to_trial()
         if seconds is None or seconds > 0:
@@ -444,4 +446,6 @@ def _key(host: str | None) -> Hashable:
 
 def _disabled(row: StoredEndpoint) -> str:
     since = row.disabled_at.isoformat(timespec="seconds") if row.disabled_at is not None else ""
-    return f"the endpoint {row.endpoint} is disabled since {since}: {row.why or 'no reason given'}"
+    return (
+        f"the endpoint {row.endpoint} is {row.state} since {since}: {row.why or 'no reason given'}"
+    )

@@ -1,4 +1,4 @@
-"""The endpoints of a sink that have failed for a while or are disabled: `relay.endpoints`.
+"""The endpoints of a sink that have failed for a while, or are disabled or paused: `relay.endpoints`.
 
 The process that works the sink writes a row after a minute of failures, when it disables the endpoint, and deletes it
 when the endpoint works again; operators disable and enable. Rows are few, and seldom written.
@@ -18,16 +18,17 @@ from relay.model.json_fields import json_fields
 from relay.store import actions
 from relay.store.connections import Connection
 
-_COLUMNS = (
-    "sink, endpoint, address, host_id, failing_since, fault, disabled_at, disabled_by, reason"
-)
+_COLUMNS = "sink, endpoint, address, host_id, failing_since, fault, disabled_at, disabled_by, reason, waits"
 _OVERLAP = timedelta(minutes=1)
 """How long a transaction that changes a row may take to commit: changes are read again for so long."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredEndpoint:
-    """An endpoint that fails, or is disabled: by `disabled_by`, or by relay where that is None."""
+    """An endpoint that fails, or is disabled: by `disabled_by`, or by relay where that is None.
+
+    What is for it then becomes dead letters, unless it `waits`.
+    """
 
     sink: str
     endpoint: str
@@ -38,12 +39,13 @@ class StoredEndpoint:
     disabled_at: datetime | None = None
     disabled_by: str | None = None
     reason: str | None = None
+    waits: bool = False
 
     @property
     def state(self) -> str:
-        """`disabled`, `failing`, or `enabled` by an operator and not tried since."""
+        """`disabled`, `paused`, `failing`, or `enabled` by an operator and not tried since."""
         if self.disabled_at is not None:
-            return "disabled"
+            return "paused" if self.waits else "disabled"
         return "enabled" if self.failing_since is None else "failing"
 
     @property
@@ -97,7 +99,7 @@ def counts(conn: psycopg.Connection[Any], group: str) -> list[EndpointCounts]:
         return cursor.execute(
             """
             select sink, count(*) filter (where disabled_at is null and failing_since is not null) as failing,
-                   count(*) filter (where disabled_at is not null) as disabled
+                   count(*) filter (where disabled_at is not null and not waits) as disabled
               from relay.endpoints where group_id = %s group by sink order by sink
             """,
             (group,),
@@ -163,28 +165,29 @@ def disable(
     endpoint: str,
     address: str,
     reason: str | None,
+    waits: bool,
 ) -> bool:
-    """Disable an endpoint for an operator; returns whether it was enabled."""
+    """Disable an endpoint for an operator, or pause it if it `waits`; returns whether it was not so already."""
     cursor = conn.execute(
         f"""
-        insert into relay.endpoints as e (group_id, sink, endpoint, address, disabled_at, disabled_by, reason)
-        values (%s, %s, %s, %s, now(), {actions.WHO}, %s)
+        insert into relay.endpoints as e (group_id, sink, endpoint, address, disabled_at, disabled_by, reason, waits)
+        values (%s, %s, %s, %s, now(), {actions.WHO}, %s, %s)
         on conflict (group_id, sink, endpoint) do update
            set disabled_at = now(), disabled_by = excluded.disabled_by, reason = excluded.reason,
-               changed_at = clock_timestamp()
-         where e.disabled_at is null
+               waits = excluded.waits, changed_at = clock_timestamp()
+         where e.disabled_at is null or e.waits <> excluded.waits
         """,  # noqa: S608
-        (group, sink, endpoint, address, reason),
+        (group, sink, endpoint, address, reason, waits),
     )
     return cursor.rowcount > 0
 
 
 def enable(conn: psycopg.Connection[Any], group: str, sink: str, endpoint: str) -> bool:
-    """Enable an endpoint for an operator; returns whether it was disabled."""
+    """Enable an endpoint for an operator; returns whether it was disabled or paused."""
     cursor = conn.execute(
         """
         update relay.endpoints
-           set disabled_at = null, disabled_by = null, reason = null, failing_since = null, fault = null,
+           set disabled_at = null, disabled_by = null, reason = null, failing_since = null, fault = null, waits = false,
                changed_at = clock_timestamp()
          where group_id = %s and sink = %s and endpoint = %s and disabled_at is not null
         """,

@@ -390,10 +390,13 @@ create table if not exists relay.endpoints (
     changed_at    timestamptz not null default clock_timestamp(),
     primary key (group_id, sink, endpoint)
 );
+alter table relay.endpoints add column if not exists waits boolean not null default false;
 create index if not exists endpoints_changed on relay.endpoints (group_id, sink, changed_at);
 
 comment on table relay.endpoints is
-    'endpoints chosen by data that have failed for a minute or longer, or are disabled: what is for these becomes dead letters';
+    'endpoints chosen by data that have failed for a minute or longer, or are disabled or paused';
+comment on column relay.endpoints.waits is
+    'whether what is for it while it is disabled waits, since it is paused, and does not become dead letters';
 comment on column relay.endpoints.endpoint is
     'what endpoints.id of the handler has of it; without that, the first digits of the SHA-256 of its URL, which may be secret';
 comment on column relay.endpoints.address is

@@ -5,8 +5,9 @@ webhookdb/webhookdb#237, OctopusDeploy/Issues#7216 (the same), formbricks/formbr
 others get it again), frain-dev/convoy#2025 and KickEngineering/KickDevDocs#246 (an event for each subscription, not
 for each endpoint), hookdeck/outpost#993 (an event for some of the endpoints), hookdeck/outpost#131 (a new URL for
 what waits), hookdeck/outpost#488 (disabled from the beginning), hookdeck/outpost#611, frain-dev/convoy#132 and
-frain-dev/convoy#972 (what came while it was disabled), hookdeck/outpost#284 (what became of an event, for each),
-hook0/hook0#24 and svix/svix-webhooks#887 (types of each endpoint), svix/svix-webhooks#122 (several types).
+frain-dev/convoy#972 (what came while it was disabled), frain-dev/convoy#1453 (paused), hookdeck/outpost#284 (what
+became of an event, for each), hook0/hook0#24 and svix/svix-webhooks#887 (types of each endpoint),
+svix/svix-webhooks#122 (several types).
 """
 
 from __future__ import annotations
@@ -247,6 +248,22 @@ def test_one_that_is_disabled_is_disabled_alone_by_its_id(outbox: Outbox, tenant
     assert tenants.got("a") == ["order.placed"]
     assert dead(outbox) == [("b", "order.placed")]
     assert set_disabled(settings, "hook", "b", False, None) is not None
+
+
+def test_what_comes_for_a_paused_one_waits(outbox: Outbox, tenants: Tenants) -> None:
+    tenants.add("a", 1)
+    tenants.add("b", 1)
+    settings = tenants.settings()
+    assert set_disabled(settings, "hook", "b", True, "maintenance", waits=True) is not None
+    assert set_disabled(settings, "hook", "b", True, None, waits=True) is None
+    with relaying(settings):
+        publish(outbox, 1, "order.placed", "order.paid")
+        wait_until(lambda: deferred(outbox) == {"b": 2})
+        wait_until(lambda: len(tenants.got("a")) == 2)
+        assert not tenants.asked("b")
+        assert set_disabled(settings, "hook", "b", False, None) is not None
+        wait_until(lambda: tenants.got("b") == ["order.placed", "order.paid"])
+    assert not dead(outbox)
 
 
 def test_what_waits_goes_to_a_new_url_and_not_to_an_endpoint_that_is_gone(
