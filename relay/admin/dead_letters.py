@@ -21,7 +21,6 @@ from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.model import headers
 from relay.model.events import COMMIT_FIELDS, Commit, Lsn, Tuples, microseconds
-from relay.model.keys import of_endpoint
 from relay.model.transactions import FACTS, Rows, Transactions
 from relay.pipeline.deferral import DeferralRules
 from relay.pipeline.routing import BatchRouter
@@ -294,9 +293,8 @@ class DeadLetters:
                     (
                         transaction,
                         Deferral(
-                            of_endpoint(
-                                self._keys(transactions.part(index, index + 1), sink),
-                                dead[index].endpoint,
+                            self._keys(
+                                transactions.part(index, index + 1), sink, dead[index].endpoint
                             ),
                             dead_transaction=dead[index].number,
                             undelivered=dead[index].undelivered,
@@ -319,9 +317,9 @@ class DeadLetters:
         for name, ids in of_queues.items():
             queues.requeue(self._conn, name, ids, reason)
 
-    def _keys(self, one: Transactions, sink: str) -> frozenset[str]:
+    def _keys(self, one: Transactions, sink: str, endpoint: str | None) -> frozenset[str]:
         if sink:
-            return self._deferral_rules.delivery_keys(one, sink)
+            return self._deferral_rules.delivery_keys(one, sink, endpoint)
         return self._deferral_rules.keys(self._router.route(one), 0)
 
     def _rebuilt(self, dead: Sequence[FoundTransaction]) -> Transactions:

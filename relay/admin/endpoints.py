@@ -45,8 +45,7 @@ def set_disabled(
 
     An instance that runs does so within seconds. Raises ConfigurationError.
     """
-    has_ids = _require(settings, sink).endpoints_or_default.id is not None
-    id, address = (endpoint, "") if has_ids else _identified(endpoint)
+    id, address = (endpoint, "") if _require(settings, sink).has_ids else _identified(endpoint)
     with reach_target(settings) as target, target.transaction():
         before = endpoints.find(target, settings.group, sink, id)
         if before is None and not (disabled and address is not None):

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, SecretStr
 
-from relay.config.handlers import TRANSACTIONAL
+from relay.config.handlers import TRANSACTIONAL, HttpHandler
 from relay.config.settings import Settings
 from relay.config.types import Mark
 from relay.model.events import SQL_TYPES
@@ -30,6 +30,8 @@ _ORDERING_COLUMNS = tuple(
 )
 _ALWAYS: Mapping[str, Set[str]] = {"": {"partitions", "unrouted"}, "source.": {"table"}}
 """The keys that are among the effects even with their defaults, as in the rows that are stored, by what is above."""
+_IDS = "endpoints.id"
+"""The key of a handler by which an ordering key is that of an endpoint."""
 _LONGEST = 60
 """The digest of a longer value replaces it."""
 
@@ -58,6 +60,8 @@ class Effects:
             for key, value in given.items():
                 plain = _address if key == "url" else _without_credentials
                 values[f"handlers.{name}.{key}"] = plain(value)
+            if isinstance(handler, HttpHandler) and handler.has_ids:
+                values[f"handlers.{name}.{_IDS}"] = handler.endpoints_or_default.id
         return cls({key: _shown(value) for key, value in values.items() if not _omitted(value)})
 
     @property
@@ -97,7 +101,10 @@ class Effects:
     def _ordering(self, values: Mapping[str, str], sink: str) -> list[str | None]:
         """What decides the ordering keys of one sink's deferred transactions, or of the target's."""
         names = [sink] if sink else sorted(n for n in handlers_of(values) if not self._is_sink(n))
-        orders = [f"{name} {_order_of(values, name)}" for name in names]
+        orders = [
+            f"{name} {_order_of(values, name)} {f'handlers.{name}.{_IDS}' in values}"
+            for name in names
+        ]
         return [*map(values.get, _ORDERING_COLUMNS), *orders]
 
     def _is_sink(self, name: str) -> bool:

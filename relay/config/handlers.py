@@ -700,6 +700,11 @@ class HttpHandler(BatchHandler):
         return has_name(self.url)
 
     @property
+    def has_ids(self) -> bool:
+        """Whether an event may go to several endpoints, which are known by ids."""
+        return self.endpoints_or_default.id is not None
+
+    @property
     def has_templates(self) -> bool:
         """Whether data choose the endpoint, or what is sent to it beside the event."""
         return self.endpoints is not None or bool(self.templates)
@@ -767,7 +772,7 @@ class HttpHandler(BatchHandler):
             raise ValueError(
                 "endpoints: needs a template in url, headers or signing_secret, such as {endpoint.url}"
             )
-        if self.endpoints_or_default.id and not self.has_endpoints:
+        if self.has_ids and not self.has_endpoints:
             raise ValueError("endpoints.id: needs a template in url, such as {endpoint.url}")
         return self
 

@@ -10,7 +10,7 @@ from itertools import islice
 import numpy as np
 
 from relay.config.effects import Effects
-from relay.config.handlers import HandlerSettings, SinkHandler
+from relay.config.handlers import HandlerSettings, HttpHandler, SinkHandler
 from relay.config.settings import Settings
 from relay.model.dispositions import BLOCKED, Dispositions, Scheduled
 from relay.model.keys import of_endpoint, of_host, of_values
@@ -114,15 +114,22 @@ class DeferralRules:
         self._ordering = Ordering(settings.handlers)
         self._sinks = list(settings.sink_handlers)
         self._spark_sinks = list(settings.spark_handlers)
+        self._with_ids = {
+            name
+            for name, each in settings.handlers.items()
+            if isinstance(each, HttpHandler) and each.has_ids
+        }
 
     def keys(self, assigned: Assignment, index: int) -> frozenset[str]:
         """The ordering keys of the transaction at an index for transactional handlers; empty if it is refused."""
         return self._ordering.transactional_keys(assigned.part(index, index + 1).parts)
 
-    def delivery_keys(self, one: Transactions, sink: str) -> frozenset[str]:
-        """The ordering keys of a single delivery; `one` has only the events that go to the sink."""
+    def delivery_keys(
+        self, one: Transactions, sink: str, endpoint: str | None = None
+    ) -> frozenset[str]:
+        """The ordering keys of a single delivery; `one` has only the events that go to the sink, or to its endpoint."""
         (keys,) = self._ordering.delivery_keys(sink, self._router.whole(one))
-        return keys
+        return of_endpoint(keys, endpoint if sink in self._with_ids else None)
 
     def deliveries(self, one: Assignment) -> Iterator[tuple[str, Undecoded, Deferral]]:
         """Yield each sink of a single transaction, with its part and a deferral that is due now."""
@@ -255,7 +262,7 @@ def _rekey(settings: Settings, conn: Connection, sink: str) -> int:
         found = deferred_due.transactions(conn, rows, limits.max_bytes, limits.spool_directory)
         if sink:
             keys = [
-                of_endpoint(rules.delivery_keys(found.part(n, n + 1), sink), row.endpoint)
+                rules.delivery_keys(found.part(n, n + 1), sink, row.endpoint)
                 for n, row in enumerate(rows)
             ]
         else:

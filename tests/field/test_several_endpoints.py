@@ -362,3 +362,18 @@ def test_whatever_fails_and_stops_each_gets_all_of_its_events_in_order(
         wanted = [each for each in published[tenant] if id in "ac" or each.startswith("order.")]
         assert list(dict.fromkeys(tenants.got(id))) == wanted
     assert not dead(outbox)
+
+
+def test_what_waits_keeps_its_order_when_ids_are_given_up(outbox: Outbox, tenants: Tenants) -> None:
+    tenants.add("b", 1)
+    tenants.failing["b"] = 503
+    with relaying(tenants.settings()):
+        publish(outbox, 1, "order.0", "order.1")
+        wait_until(lambda: deferred(outbox) == {"b": 2})
+    one_row = {"select": "select * from endpoint where host_id = %(host_id)s", "cache": 0}
+    with relaying(tenants.settings(endpoints=one_row, circuit_breaker=None)):
+        publish(outbox, 1, "order.2")
+        wait_until(lambda: deferred(outbox) == {"b": 2, None: 1})
+        tenants.failing.clear()
+        wait_until(lambda: not deferred(outbox))
+    assert tenants.got("b") == ["order.0", "order.1", "order.2"]
