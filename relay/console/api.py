@@ -292,11 +292,20 @@ def disable_endpoint(
     return Changed(changed=group.disable_endpoint(sink, act.endpoint, caller.name, act.reason))
 
 
+@router.post(_GROUP + "/sinks/{sink:path}/endpoints/hold", tags=["sinks"])
+def pause_endpoint(
+    group: GroupDep, caller: CallerDep, sink: str, act: models.EndpointAct
+) -> Changed:
+    """Pause an endpoint: what is for it waits, until it is enabled."""
+    changed = group.disable_endpoint(sink, act.endpoint, caller.name, act.reason, waits=True)
+    return Changed(changed=changed)
+
+
 @router.post(_GROUP + "/sinks/{sink:path}/endpoints/enable", tags=["sinks"])
 def enable_endpoint(
     group: GroupDep, caller: CallerDep, sink: str, act: models.EndpointAct
 ) -> Changed:
-    """Enable an endpoint. Its dead letters stay until they are replayed."""
+    """Enable an endpoint that is disabled or paused. Its dead letters stay until they are replayed."""
     return Changed(changed=group.enable_endpoint(sink, act.endpoint, caller.name, act.reason))
 
 

@@ -347,13 +347,18 @@ class GroupView:
         handler = self._settings.handlers.get(sink)
         return isinstance(handler, HttpHandler) and handler.has_endpoints
 
-    def disable_endpoint(self, sink: str, endpoint: str, by: str, reason: str) -> bool:
-        """Disable an endpoint, by its id or URL; return whether it was enabled."""
+    def disable_endpoint(
+        self, sink: str, endpoint: str, by: str, reason: str, *, waits: bool = False
+    ) -> bool:
+        """Disable an endpoint, by its id or URL, or pause it if it `waits`; return whether it was not so already."""
         with acting(by):
-            return endpoints.set_disabled(self._settings, sink, endpoint, True, reason) is not None
+            before = endpoints.set_disabled(
+                self._settings, sink, endpoint, True, reason, waits=waits
+            )
+            return before is not None
 
     def enable_endpoint(self, sink: str, endpoint: str, by: str, reason: str) -> bool:
-        """Enable an endpoint; return whether it was disabled."""
+        """Enable an endpoint; return whether it was disabled or paused."""
         with acting(by):
             return endpoints.set_disabled(self._settings, sink, endpoint, False, reason) is not None
 

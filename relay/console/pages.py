@@ -200,7 +200,7 @@ def sink_drop(request: Request, views: ViewsDep, group: GroupDep, name: str) -> 
 
 @router.post("/groups/{group}/sink/{action}")
 def sink_action(request: Request, views: ViewsDep, sent: SubmissionDep, action: str) -> Response:
-    """Pause, resume, seek or forget a sink, have it get an event again, or disable or enable an endpoint of it."""
+    """Pause, resume, seek or forget a sink, have it get an event again, or disable, pause or enable an endpoint."""
     name, reason = sent.fields.get("name", ""), sent.reason
     to = address(sent.group.name, "sink", name=name)
     match action:
@@ -222,11 +222,14 @@ def sink_action(request: Request, views: ViewsDep, sent: SubmissionDep, action: 
         case "enable":
             endpoint = sent.fields.get("endpoint", "")
             changed = sent.group.enable_endpoint(name, endpoint, sent.operator, reason)
-            text = f"Endpoint {endpoint} is enabled." if changed else "It was not disabled."
-        case "disable":
-            endpoint = sent.fields.get("endpoint", "")
-            changed = sent.group.disable_endpoint(name, endpoint, sent.operator, reason)
-            text = "The endpoint is disabled." if changed else "It was disabled already."
+            text = f"Endpoint {endpoint} is enabled." if changed else "It was enabled already."
+        case "disable" | "hold":
+            endpoint, waits = sent.fields.get("endpoint", ""), action == "hold"
+            changed = sent.group.disable_endpoint(
+                name, endpoint, sent.operator, reason, waits=waits
+            )
+            state = "paused" if waits else "disabled"
+            text = f"The endpoint is {state}." if changed else f"It was {state} already."
         case "drop":
             forgotten = sent.group.drop_sink(name, sent.operator, reason)
             text = f"Sink {name} is forgotten, with {forgotten} deferred transactions."

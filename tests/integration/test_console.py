@@ -348,10 +348,15 @@ def test_endpoints_that_data_choose_are_disabled_and_enabled(outbox: Outbox) -> 
         assert api.post("/sinks/hook/endpoints/enable", **again) == {"changed": True}
         assert api.post("/sinks/hook/endpoints/enable", **again) == {"changed": False}
         assert api.post("/sinks/hook/endpoints/disable", **again) == {"changed": True}
+        assert api.post("/sinks/hook/endpoints/hold", **again) == {"changed": True}
+        assert "paused" in visitor.page(f"{G}/sink?name=hook")
         visitor.send(f"{G}/sink/enable", name="hook", endpoint=row["endpoint"], reason="y")
         assert api.get("/sinks/hook/endpoints")[0]["disabled_at"] is None
+        visitor.send(f"{G}/sink/hold", name="hook", endpoint=row["endpoint"], reason="z")
+        assert api.get("/sinks/hook/endpoints")[0]["waits"]
     assert [action for _, action, _, _ in acted(outbox)] == [
-        *("endpoint disable", "endpoint enable", "endpoint disable", "endpoint enable")
+        *("endpoint disable", "endpoint enable", "endpoint disable", "endpoint pause"),
+        *("endpoint enable", "endpoint pause"),
     ]
 
 
