@@ -72,7 +72,8 @@ comment on column relay.attempts.answer is
 comment on column relay.attempts.resent_by is
     'who had it sent again, where it is a resend';
 
--- Empties the slice of yesterday and, where the others have more octets than given, those that end first; returns how many.
+-- Empties the slice of yesterday and, where the others have more octets than given, those that end first; returns how many. One that
+-- somebody reads or writes is left to a later call: sinks would wait behind this one.
 create or replace function relay.prune_attempts(most_bytes bigint) returns int
 language plpgsql set search_path = pg_catalog, pg_temp
 as $$
@@ -89,8 +90,13 @@ begin
         end if;
         total := total + pg_total_relation_size(part);
         if ahead < 0 or total > most_bytes then
-            execute format('truncate %s', part);
-            emptied := emptied + 1;
+            begin
+                execute format('lock table %s in access exclusive mode nowait', part);
+                execute format('truncate %s', part);
+                emptied := emptied + 1;
+            exception when lock_not_available then
+                null;
+            end;
         end if;
     end loop;
     return emptied;

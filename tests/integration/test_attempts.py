@@ -250,3 +250,18 @@ def test_attempts_are_removed_by_day_as_their_time_or_their_room_ends(
         schedule.Schedule(settings, lambda: None).retain(source, target)
     assert sorted(slices(outbox)) == left
     assert set(slices(outbox).values()) == {200}
+
+
+def test_who_reads_attempts_keeps_nobody_else_waiting(outbox: Outbox) -> None:
+    """A dump reads for hours: what is to be removed stays until it has ended, and sinks write beside it."""
+    with hooked(outbox, lambda: Answer(200), {"record": "all"}) as (settings, _):
+        event_id = publish(outbox)
+        with relaying(settings):
+            wait_until(lambda: bool(kept(outbox, event_id)))
+            with outbox.conn.transaction():
+                assert outbox.value("select count(*) from relay.attempts") == 1
+                with connect(settings.target_dsn) as relay:
+                    assert relay.execute("select relay.prune_attempts(0)").fetchone() == (0,)
+                later = publish(outbox)
+                wait_until(lambda: bool(kept(outbox, later)))
+    assert outbox.value("select relay.prune_attempts(0)") == 1
