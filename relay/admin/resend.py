@@ -15,7 +15,7 @@ from psycopg.rows import scalar_row
 
 from relay.admin.connections import reach_source, reach_target
 from relay.admin.sinks import require_begun
-from relay.config.handlers import DeliveryHandler
+from relay.config.handlers import DeliveryHandler, HttpHandler
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.model.events import INSERTED_BY
@@ -37,17 +37,32 @@ _PAGE = 1_000
 
 @dataclass(frozen=True, slots=True)
 class Resend:
-    """Events of the outbox that are to be delivered to a sink again, by their ids as PostgreSQL prints them."""
+    """Events of the outbox that are to be delivered to a sink again, by their ids as PostgreSQL prints them.
+
+    Of several endpoints of their hosts, they go to `endpoint` alone; None: to each that takes them.
+    """
 
     sink: str
     ids: Sequence[str]
+    endpoint: str | None = None
 
 
-def plan(settings: Settings, sink: str, ids: Collection[str], wanted: EventSearch) -> Resend:
+def plan(
+    settings: Settings,
+    sink: str,
+    ids: Collection[str],
+    wanted: EventSearch,
+    endpoint: str | None = None,
+) -> Resend:
     """Find the events with some ids, or if there are none those that a search selects. Raises ConfigurationError."""
     if bool(ids) is (wanted != EventSearch()):
         raise ConfigurationError("events: give either the ids of events, or what selects them")
     _require_delivering(settings, sink)
+    handler = settings.handlers[sink]
+    if endpoint is not None and not (isinstance(handler, HttpHandler) and handler.has_ids):
+        raise ConfigurationError(
+            f"handlers.{sink}.endpoints.id: names no endpoints, so none can be chosen"
+        )
     with reach_target(settings) as target:
         require_begun(target, settings, sink)
     with reach_source(settings) as source:
@@ -56,7 +71,7 @@ def plan(settings: Settings, sink: str, ids: Collection[str], wanted: EventSearc
         raise ConfigurationError(
             f"more than {MOST:,} events are selected: select fewer, or move the sink with `relay sink seek {sink}`"
         )
-    return Resend(sink, found)
+    return Resend(sink, found, endpoint)
 
 
 def resend(settings: Settings, planned: Resend, reason: str | None) -> int:
@@ -152,7 +167,7 @@ class _Parts:
         self._located = _Located(settings)
         self._router = BatchRouter(settings)
         self._rules = DeferralRules(settings, self._router)
-        self._sink, self._by = planned.sink, by
+        self._sink, self._endpoint, self._by = planned.sink, planned.endpoint, by
         self.left = set(planned.ids)
         self.count = 0
 
@@ -176,7 +191,8 @@ class _Parts:
                         yield (
                             one[0],
                             Deferral(
-                                self._rules.delivery_keys(one, self._sink),
+                                self._rules.delivery_keys(one, self._sink, self._endpoint),
+                                endpoint=self._endpoint,
                                 event_ids=deferred.ids_of(one[0], routed.decoder),
                                 resent_by=self._by,
                             ),

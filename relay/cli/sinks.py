@@ -146,6 +146,9 @@ def sink_resend(
     aggregate: Annotated[
         str | None, typer.Option("--aggregate", help="The aggregate's id.")
     ] = None,
+    endpoint: Annotated[
+        str | None, typer.Option("--endpoint", help="Only to this one of several endpoints.")
+    ] = None,
     config: ConfigOption = None,
     reason: ReasonOption = None,
     yes: YesOption = False,
@@ -156,7 +159,7 @@ def sink_resend(
 
     wanted = EventSearch(host, event_type, aggregate_type, aggregate, since, until)
     settings = load(config)
-    planned = resend.plan(settings, name, event or (), wanted)
+    planned = resend.plan(settings, name, event or (), wanted, endpoint)
     print(f"{counted(len(planned.ids), 'event', 'events')} to be delivered to {name} again")
     if planned.ids:
         approve(yes)

@@ -361,6 +361,7 @@ class Checkpoint:
             Unsettled(
                 *(each.rows, each.events.events, disposition, each.keys, each.history, each.due),
                 endpoint=each.endpoint,
+                resent_by=each.resent_by,
             )
             for each, disposition in ended
         )

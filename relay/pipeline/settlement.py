@@ -63,6 +63,7 @@ class Unsettled:
     before: AttemptHistory = NEW
     due: DueTransaction | None = None
     endpoint: str | None = None
+    resent_by: str | None = None
 
 
 class Settlement:
@@ -90,7 +91,12 @@ class Settlement:
             number = numbers.get(index, due.dead_transaction if due else None)
             deferral = _deferral(each)
             if deferral is not None:
-                deferral = replace(deferral, dead_transaction=number, endpoint=each.endpoint)
+                deferral = replace(
+                    deferral,
+                    dead_transaction=number,
+                    endpoint=each.endpoint,
+                    resent_by=each.resent_by,
+                )
             if due is None:
                 if deferral is not None:
                     ids = deferred.ids_of(each.rows, each.events.decoder)

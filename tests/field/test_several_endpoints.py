@@ -19,10 +19,12 @@ from typing import Any
 
 import pytest
 
+from relay.admin import resend
 from relay.admin.dead_letters import DeadLetters
 from relay.admin.endpoints import set_disabled
 from relay.admin.endpoints import test as sent_for_test
 from relay.config.settings import Settings
+from relay.source.outbox.search import EventSearch
 from relay.store.connections import connect
 from relay.store.dead_letters.selection import DeadLetterSelection
 from tests.outbox import Outbox, event, host, relaying, wait_until
@@ -66,6 +68,10 @@ class Tenants:
         return sum(each.path == f"/events/{id}" for each in self.webhook.requests)
 
     def settings(self, **more: Any) -> Settings:
+        return self.outbox.settings(**self.keys(**more))
+
+    def keys(self, **more: Any) -> dict[str, Any]:
+        """The handler, with some keys, and the routes of a configuration."""
         hook: dict[str, Any] = {
             "type": "http",
             "url": "{endpoint.url}",
@@ -77,7 +83,7 @@ class Tenants:
             "endpoints": {"select": SELECT, "cache": 0, "id": "id", "types": "types"},
             **more,
         }
-        return self.outbox.settings(handlers={"hook": hook}, routes=[{"handlers": ["hook"]}])
+        return {"handlers": {"hook": hook}, "routes": [{"handlers": ["hook"]}]}
 
 
 @pytest.fixture
@@ -264,6 +270,22 @@ def test_what_comes_for_a_paused_one_waits(outbox: Outbox, tenants: Tenants) -> 
         assert set_disabled(settings, "hook", "b", False, None) is not None
         wait_until(lambda: tenants.got("b") == ["order.placed", "order.paid"])
     assert not dead(outbox)
+
+
+def test_an_event_is_resent_to_each_endpoint_or_to_one(outbox: Outbox, tenants: Tenants) -> None:
+    tenants.add("a", 1)
+    tenants.add("b", 1)
+    settings = outbox.settings(**tenants.keys(), attempts={"record": "all"})
+    publish(outbox, 1, "order.placed")
+    outbox.drain(settings)
+    (id,) = outbox.column("select id::text from outbox_message_t")
+    for endpoint in (None, "b"):
+        resend.resend(settings, resend.plan(settings, "hook", [id], EventSearch(), endpoint), None)
+        with relaying(settings):
+            outbox.wait_delivered("hook")
+    assert (len(tenants.got("a")), len(tenants.got("b"))) == (2, 3)
+    marked = outbox.column("select resent_by is not null from relay.attempts")
+    assert sorted(marked) == [False, False, True, True, True]
 
 
 def test_what_waits_goes_to_a_new_url_and_not_to_an_endpoint_that_is_gone(
