@@ -211,11 +211,13 @@ class Schedule(Recurring):
         """Take the steps of the outbox's upkeep from one on, and report what they have done."""
         found = dict[str, list[str]]()
         ahead, stopping = self._settings.retention.ahead, self.stopping.is_set
-        for step, done, fault in self._upkeep.steps(source, first, present, keep, ahead, stopping):
-            if done is not None:
-                found.setdefault(step, []).append(done)
-            if fault is not None:
-                self._faults.append(fault)
+        steps = self._upkeep.steps(source, first, present, keep, ahead, stopping)
+        with self._step("upkeep", source):
+            for step, done, fault in steps:
+                if done is not None:
+                    found.setdefault(step, []).append(done)
+                if fault is not None:
+                    self._faults.append(fault)
         for name in "\n".join(found.get("readers", ())).splitlines():
             actions.record(target, self._settings.group, "", "give up", "expires", {"reader": name})
             log.warning(
