@@ -88,6 +88,9 @@ class _Left(NamedTuple):
     is_last: bool = False
 
 
+_NOTHING = _Left([], 0.0, 0, [])
+
+
 class Dispatcher:
     """Runs deliveries in the current event loop, and queues those that have ended, with their dispositions.
 
@@ -363,34 +366,26 @@ class Dispatcher:
 
         What a failed one blocks is not in the call. It is completed after those of its keys that are.
         """
-        called: list[Delivery] = []
-        left_out: set[str] = set()
-        for each in part:
-            if each.is_blocked or not left_out.isdisjoint(each.keys):
-                left_out |= each.keys
-            else:
-                called.append(each)
-        if not called:
-            return [Again()] * len(part)
-        found = await self._call(called, call)
-        if len(called) == len(part):
-            return found
-        of = dict(zip(called, found, strict=True))
-        return [of[each] if each in of else Again() for each in part]
-
-    async def _call(self, part: Sequence[Delivery], call: Call) -> Results:
-        """What became of each delivery of one call."""
-        for each in part:
+        called = part
+        if any(each.is_blocked for each in part):
+            called = _unblocked(part)
+            if not called:
+                return [Again()] * len(part)
+        for each in called:
             if each.events.attempt != each.attempts + 1:
                 each.events = replace(each.events, attempt=each.attempts + 1)
         self.kept.begin()
         began = time.monotonic()
+        found: Results
         try:
-            return await self._deliver(part, call)
+            found = await self._deliver(called, call)
         except BaseException as raised:
-            return [OfBatch(fault_of(raised))] * len(part)
-        finally:
-            call.seconds = time.monotonic() - began
+            found = [OfBatch(fault_of(raised))] * len(called)
+        call.seconds = time.monotonic() - began
+        if called is part:
+            return found
+        of = dict(zip(called, found, strict=True))
+        return [of[each] if each in of else Again() for each in part]
 
     async def _deliver(self, part: Sequence[Delivery], call: Call) -> Results:
         """Let the sink deliver; raises what it raises."""
@@ -409,6 +404,12 @@ class Dispatcher:
 
     def _judged(self, part: Sequence[Delivery], results: Results, call: Call) -> _Left:
         """Complete what has ended; returns what is left."""
+        if all(each is None for each in results):
+            call.is_answered = True
+            for delivery in part:
+                self._arrived(delivery, call)
+            self._note_call(len(part), call, False)
+            return _NOTHING
         fault = self._unattributed(results)
         halves = fault is not None
         call.is_answered = any(each is None or isinstance(each, Drop) for each in results)
@@ -433,8 +434,7 @@ class Dispatcher:
             elif delivery.is_blocked:
                 self._completed(delivery, BLOCKED)
             elif error is None:
-                self._judge.confirmed(delivery, call)
-                self._completed(delivery, APPLIED)
+                self._arrived(delivery, call)
             elif isinstance(error, Drop):
                 self._judge.dropped(delivery, error, call)
                 self._completed(delivery, APPLIED)
@@ -465,6 +465,10 @@ class Dispatcher:
             first = len(again)
         return _Left(again, waits, first, returned, is_last)
 
+    def _arrived(self, delivery: Delivery, call: Call) -> None:
+        self._judge.confirmed(delivery, call)
+        self._completed(delivery, APPLIED)
+
     def _unattributed(self, results: Results) -> Exception | None:
         """The fault of several transactions of which one may be the culprit; None without one."""
         faults = [each.fault for each in results if isinstance(each, OfBatch)]
@@ -477,6 +481,18 @@ class Dispatcher:
 
     def _note_call(self, size: int, call: Call, halves: bool) -> None:
         """Note what a call of so many deliveries has ended with."""
+
+
+def _unblocked(part: Sequence[Delivery]) -> list[Delivery]:
+    """The deliveries of a part that are not blocked, and that follow no blocked one with a key of theirs."""
+    found: list[Delivery] = []
+    left_out: set[str] = set()
+    for each in part:
+        if each.is_blocked or not left_out.isdisjoint(each.keys):
+            left_out |= each.keys
+        else:
+            found.append(each)
+    return found
 
 
 def ranked(delivery: Delivery) -> tuple[bool, int, Delivery]:

@@ -123,7 +123,7 @@ class Turns:
 
     def release(self) -> None:
         """Let go of what is kept, unless the destination is still down."""
-        if not self._keeps_new:
+        if self._kept and not self._keeps_new:
             self.unblock(self._let_go())
 
     def take_kept(self) -> list[Delivery]:
