@@ -257,7 +257,8 @@ def _left_out(
     if had_read(began):
         found = "before", None, _BEFORE
     for move in moves:
-        before, after = ((move.detail or {}).get(name) for name in ("from", "to"))
+        marks = (move.detail or {}).get("positions", {})
+        before, after = marks.get("from"), marks.get("to")
         if before is None or after is None:
             return None
         if not had_read(after):

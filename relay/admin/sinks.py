@@ -242,7 +242,7 @@ def seek(settings: Settings, name: str, goal: Goal, rebuild: bool, reason: str |
         before = sinks.mark(target, settings.group, name)
         given_up = move_sink(target, settings, name, goal)
         marks = {"from": before, "to": sinks.mark(target, settings.group, name)}
-        detail = {"goes on": goal.text, **given_up._asdict(), **marks}
+        detail = {"goes on": goal.text, **given_up._asdict(), "positions": marks}
         actions.record(target, settings.group, name, action, reason, detail)
         # Before the commit, so that retention keeps the events that are read again.
         with reach_source(settings) as source:

@@ -504,7 +504,7 @@ def test_a_sink_is_rebuilt_while_the_others_go_on(outbox: Outbox, webhooks: list
         again.requests.clear()
         move = sinks.plan_seek(settings, "hook0", "beginning")
         sinks.seek(settings, "hook0", move.goal, True, "a new consumer")
-        assert outbox.value("select detail from relay.actions") == {
+        assert outbox.value("select detail - 'positions' from relay.actions") == {
             "goes on": "with the oldest event",
             "dead": 0,
             "deferred": 0,
