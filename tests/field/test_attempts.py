@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,8 +14,12 @@ from relay import Delivery
 from relay.admin import resend
 from relay.admin.events import find
 from relay.cli.app import app
+from relay.config.handlers import NatsHandler
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
+from relay.model.events import EVENT_FIELDS, Commit, Event, Lsn, Transaction
+from relay.model.headers import RESEND
+from relay.sinks.brokers import Message, Publishing
 from relay.source.outbox.search import EventSearch
 from relay.store import actions
 from tests.console import Program, Visitor, console_of, served
@@ -273,3 +278,28 @@ def test_the_console_and_its_api_resend(outbox: Outbox) -> None:
                 assert "resent by" in visitor.page(page)
                 told = program.get(f"events/{number}")["attempts"]
     assert [each["outcome"] for each in told] == ["delivered", "delivered"]
+
+
+def test_a_broker_that_leaves_out_repetitions_takes_a_resend() -> None:
+    """It knows messages by an id, which is another one for each resend, and the same in each attempt of one.
+
+    https://github.com/probot/smee-client/issues/72
+    """
+    sent: list[Message] = []
+
+    class Stream:
+        async def send(self, messages: Sequence[Message]) -> None:
+            sent.extend(messages)
+
+        async def close(self) -> None: ...
+
+    settings = NatsHandler(type="nats", topic="orders", servers=["nats://localhost"])
+    sink = Publishing("hook", settings, Stream())
+    row = tuple("1" if name in ("id", "c_offset") else None for name in EVENT_FIELDS)
+    for headers in ({}, {}, {RESEND: "7"}, {RESEND: "7"}, {RESEND: "8"}):
+        of_one: Any = [Event(row, headers)]
+        asyncio.run(sink.deliver(Transaction(None, Commit(Lsn(0), Lsn(0), 0, 1), of_one)))
+    known = [each.deduplication for each in sent]
+    assert known == [known[0], known[0], known[2], known[2], known[4]]
+    assert len(set(known)) == 3
+    assert {each.identity for each in sent} == {"1"}
