@@ -164,6 +164,10 @@ def test_what_cannot_be_resent_is_refused_as_a_whole(outbox: Outbox) -> None:
             send_again(elsewhere, number)
         with pytest.raises(ConfigurationError, match="there is no such handler"):
             resend.plan(settings, "other", [number], EventSearch())
+        lake = {"hook": {"type": "spark", "path": "lake"}}
+        written = outbox.settings(handlers=lake, routes=[{"handlers": ["hook"]}])
+        with pytest.raises(ConfigurationError, match="of type spark"):
+            resend.plan(written, "hook", [number], EventSearch())
     assert outbox.value("select count(*) from relay.deferred") == 0
     assert outbox.value("select count(*) from relay.actions") == 0
 

@@ -11,6 +11,7 @@ import pytest
 from relay import Drop
 from relay.admin import sinks
 from relay.admin.events import EventDestination, find
+from relay.admin.retention import erase
 from relay.config.settings import Settings
 from relay.retention import schedule
 from relay.store.connections import connect
@@ -265,3 +266,20 @@ def test_who_reads_attempts_keeps_nobody_else_waiting(outbox: Outbox) -> None:
                 later = publish(outbox)
                 wait_until(lambda: bool(kept(outbox, later)))
     assert outbox.value("select relay.prune_attempts(0)") == 1
+
+
+def test_an_erasure_takes_the_attempts_of_a_host(outbox: Outbox) -> None:
+    """And leaves those of others."""
+    outbox.conn.execute(_FILL.encode())
+    of_hosts = [[str(host(1))], [str(host(2))], [str(host(1)), str(host(2))]]
+    outbox.conn.execute(
+        "update relay.attempts set group_id = 'default', hosts = %s", (of_hosts[1],)
+    )
+    for each in (of_hosts[0], of_hosts[2]):
+        outbox.conn.execute(
+            "insert into relay.attempts select (jsonb_populate_record(a, jsonb_build_object('hosts', %s::text[]))).*"
+            " from relay.attempts as a where a.hosts = %s limit 1",
+            (each, of_hosts[1]),
+        )
+    erase(outbox.settings(), str(host(1)), True, outbox.installer_dsn)
+    assert outbox.column("select distinct hosts from relay.attempts") == [of_hosts[1]]
