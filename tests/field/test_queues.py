@@ -208,17 +208,6 @@ def test_what_a_dead_worker_had_is_taken_by_any_other(queue: Outbox) -> None:
     assert items(queue) == [(number, "leased", 2)]
 
 
-def test_a_lease_of_hours_needs_no_long_deadline(queue: Outbox) -> None:
-    """riverqueue/river#682, celery/celery#5935, boringnode/queue#16: the deadline limited how long a job might take."""
-    (number,) = enqueue(queue, "")
-    assert ids(queue.conn, "lease('mail', 1, '1 s')") == [number]
-    for _ in range(10):
-        assert queue.worker.value("select relay.extend('mail', %s, 1, '1 s')", (number,))
-        with session(queue) as other:
-            assert ids(other, "lease('mail')") == []
-            other.execute("select pg_sleep(0.15)")
-
-
 def test_an_exhausted_message_lets_its_key_go_on(outbox: Outbox) -> None:
     """graphile/worker#254, triggerdotdev/trigger.dev#163: the last attempt left the queue locked."""
     declare(outbox, "user", attempts=1)

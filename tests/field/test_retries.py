@@ -15,7 +15,7 @@ from relay.admin.check import examine
 from relay.admin.findings import Severity
 from relay.config.handlers import RetrySettings
 from relay.config.settings import Settings
-from relay.faults import Drop, Fail, RetryLater
+from relay.faults import Drop, Fail
 from relay.model.dispositions import APPLIED, DeadLetter, Disposition
 from relay.model.dispositions import RetryLater as Retried
 from relay.pipeline import retry_policy
@@ -23,7 +23,7 @@ from relay.pipeline.retry_policy import RetryPolicy
 from relay.spark.session import Session
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
 from tests.unit.test_dispatch import Run, delivery
-from tests.unit.test_retry_policy import OUTAGE, policy, waits
+from tests.unit.test_retry_policy import OUTAGE, policy
 from tests.webhook import Answer, Webhook
 
 ANY: dict[str, Any] = {"on": "any", "attempts": 3, "backoff": "tests.callables:wait_briefly"}
@@ -160,21 +160,6 @@ def test_a_wait_that_a_function_names_is_kept(outbox: Outbox) -> None:
     assert 2 <= (second - first).total_seconds() < 15
 
 
-def test_a_longer_backoff_does_not_hold_up_what_asks_for_less() -> None:
-    """celery/celery#313: a default wait took the place of the one that was given."""
-    assert waits(9, RetryLater(after=2), wait=100) == [2] * 9
-
-
-def test_without_a_wait_the_settings_say_it() -> None:
-    """packit/packit-service#1632: a retry that the task asked for itself had a fixed wait, not its backoff."""
-    assert waits(4, RetryLater("pending"), wait=1, max_wait=4) == [1, 2, 4, 4]
-
-
-def test_a_wait_of_zero_is_a_wait() -> None:
-    """Bogdanp/dramatiq#388 (0 counted as not given), riverqueue/river#1037 (a snooze of 0)."""
-    assert waits(5, RetryLater(after=0), wait=100) == [0.1] * 5
-
-
 @pytest.mark.parametrize("attempt", [31, 32, 55, 64, 65, 306, 1_024, 1_075, 1_200, 10**9])
 def test_no_number_of_attempts_overflows(attempt: int) -> None:
     """riverqueue/river#697 (at 305 attempts: into the past), oban-bg/oban#245 (1,200 attempts), apache/kafka#23212,
@@ -184,27 +169,6 @@ def test_no_number_of_attempts_overflows(attempt: int) -> None:
     for backoff in ("exponential", "linear"):
         assert policy(backoff=backoff, wait=60, jitter=0).wait(OUTAGE, attempt) == 300
     assert policy(wait=1e9, max_wait=1e9, jitter=0).wait(OUTAGE, attempt) == 1e9
-
-
-def test_the_first_wait_is_the_one_of_the_settings() -> None:
-    """elennick/retry4j#36: it was 0, and the fifth one was wrong."""
-    assert waits(5, wait=0.1) == [0.1, 0.2, 0.4, 0.8, 1.6]
-
-
-def test_a_longest_wait() -> None:
-    """timgit/pg-boss#520: no bound for an exponential backoff."""
-    assert waits(9, wait=10, max_wait=80) == [10, 20, 40, 80, 80, 80, 80, 80, 80]
-
-
-def test_a_wait_that_grows_by_the_same() -> None:
-    """riverqueue/river#649, mozilla/treeherder#341: a policy of one's own for what is linear."""
-    assert waits(4, wait=60, backoff="linear") == [60, 120, 180, 240]
-
-
-def test_waits_that_were_agreed_upon() -> None:
-    """Bogdanp/dramatiq#580: the second attempt after a minute, the third after five, the fourth after an hour."""
-    agreed = policy(backoff=[60, 300, 3_600], attempts=4, jitter=0)
-    assert [agreed.wait(OUTAGE, attempt) for attempt in (1, 2, 3)] == [60, 300, 3_600]
 
 
 def test_jitter_spreads_those_that_failed_together() -> None:

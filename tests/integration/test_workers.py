@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -249,13 +250,17 @@ def test_the_messages_of_one_key_are_worked_in_order(outbox: Outbox) -> None:
 
 def test_a_lease_is_prolonged_and_its_block_completes_the_message(outbox: Outbox) -> None:
     fill(outbox, 1)
-    worker = Worker(outbox.worker_dsn, "mail", lease=0.4, poll=0.02)
+    worker = Worker(outbox.worker_dsn, "mail", lease=1.5, poll=0.02)
     calls: list[int] = []
+    ends = "select available_at from relay.queue_messages"
 
     @worker.handles()
     async def handle(message: LeasedMessage) -> None:
         calls.append(message.attempt)
-        await asyncio.sleep(1.2)
+        first = outbox.value(ends)
+        # riverqueue/river#682, celery/celery#5935, boringnode/queue#16: what is prolonged is so beyond its first end.
+        while outbox.value(ends) <= first + timedelta(seconds=1.5):
+            await asyncio.sleep(0.05)
         async with message.transaction() as conn:
             await conn.execute("insert into done values ('1')")
         assert message.lease.is_completed

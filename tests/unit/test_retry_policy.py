@@ -70,6 +70,8 @@ def function() -> Iterator[Callable[[Callable[[int], Any]], str]]:
 
 
 def test_the_forms_of_a_backoff() -> None:
+    """elennick/retry4j#36 (the first wait was 0, the fifth wrong), timgit/pg-boss#520 (without bound),
+    riverqueue/river#649 and mozilla/treeherder#341 (nothing linear)."""
     assert waits(6, wait=1, max_wait=5) == [1, 2, 4, 5, 5, 5]
     assert waits(6, wait=2, max_wait=9, backoff="linear") == [2, 4, 6, 8, 9, 9]
     assert waits(3, wait=2, backoff="constant") == [2, 2, 2]
@@ -77,6 +79,7 @@ def test_the_forms_of_a_backoff() -> None:
 
 
 def test_a_list_repeats_its_last_wait_and_may_be_longer_than_the_attempts() -> None:
+    """Bogdanp/dramatiq#580: a minute, five, an hour."""
     assert waits(5, backoff=[5, 60, 300]) == [5, 60, 300, 300, 300]
     assert waits(2, backoff=[5, 60, 3_600]) == [5, 60]
     assert waits(2, backoff=[0.5]) == [0.5, 0.5]
@@ -121,6 +124,8 @@ def test_an_endpoint_asks_for_a_least_wait() -> None:
 
 
 def test_a_handler_says_the_wait_itself() -> None:
+    """celery/celery#313 (the default took its place), packit/packit-service#1632 (without one, no backoff),
+    Bogdanp/dramatiq#388 and riverqueue/river#1037 (0 counted as none)."""
     assert waits(3, AskedLater("no stock", after=30), jitter=5, wait=100) == [30, 30, 30]
     assert waits(1, AskedLater(after=timedelta(minutes=5))) == [300]
     assert waits(1, AskedLater(after=0)) == [0.1]
