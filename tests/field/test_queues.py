@@ -200,14 +200,6 @@ def test_a_worker_whose_lease_is_over_ends_nothing_of_another(queue: Outbox) -> 
     assert items(queue) == []
 
 
-def test_what_a_dead_worker_had_is_taken_by_any_other(queue: Outbox) -> None:
-    """riverqueue/river#1258, #773, janbjorge/pgqueuer#475, procrastinate#1518, #307: nobody had it or took it."""
-    (number,) = enqueue(queue, "")
-    assert ids(queue.conn, "lease('mail', 1, '50 ms')") == [number]
-    wait_until(lambda: ids(queue.conn, "lease('mail', 1, '1 hour')") == [number])
-    assert items(queue) == [(number, "leased", 2)]
-
-
 def test_an_exhausted_message_lets_its_key_go_on(outbox: Outbox) -> None:
     """graphile/worker#254, triggerdotdev/trigger.dev#163: the last attempt left the queue locked."""
     declare(outbox, "user", attempts=1)

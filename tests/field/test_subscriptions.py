@@ -414,25 +414,6 @@ def test_what_commits_late_is_read_between_pages(outbox: Outbox) -> None:
     assert [number for number in found if number < 1000] == list(range(350))
 
 
-def test_a_cancelled_task_leaves_no_lock(outbox: Outbox) -> None:
-    """GreptimeTeam/greptimedb#7670: an election's task was cancelled, and its advisory lock stayed for ever."""
-
-    async def run() -> None:
-        async def read() -> None:
-            async for _ in subscribe(outbox.reader_dsn, "r", poll=0.05):
-                pass
-
-        for _ in range(3):
-            task = asyncio.create_task(read())
-            await asyncio.sleep(0.05)
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
-
-    asyncio.run(run())
-    wait_until(lambda: not _claimed_by(outbox))
-
-
 def _wait_for_page(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Returns a function that waits until so many pages have been read, also ahead."""
     pages: list[int] = []

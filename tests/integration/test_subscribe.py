@@ -121,7 +121,7 @@ def test_an_asynchronous_reader_waits_for_what_comes(outbox: Outbox) -> None:
 
 
 def test_a_cancelled_task_leaves_the_reader(outbox: Outbox) -> None:
-    """While it waits: the next process reads, although nobody has called `stop`."""
+    """While it waits: the next process reads, although nobody has called `stop`. GreptimeTeam/greptimedb#7670."""
 
     async def run() -> None:
         async def read() -> None:
@@ -418,19 +418,6 @@ def test_relay_wakes_readers_that_wait(outbox: Outbox, monkeypatch: pytest.Monke
     assert read == [[number] for number in range(1, 9)]
 
 
-def test_a_reader_that_an_operator_moves_goes_on_from_there(outbox: Outbox) -> None:
-    """What it has in flight can no longer be done."""
-    for number in range(3):
-        _publish(outbox, number)
-    with closing(iter(_reader(outbox))) as iterator:  # type: ignore[type-var]
-        next(iterator).done()
-        second = next(iterator)
-        outbox.reader.execute("select relay.seek('r', 'beginning')")
-        with pytest.raises(ReaderMoved):
-            second.done()
-        assert [_numbers(next(iterator)) for _ in range(3)] == [[0], [1], [2]]
-
-
 def test_a_reader_that_cannot_go_on_says_why(outbox: Outbox) -> None:
     """Given up, dropped, or never there: an error at the next read, and no other beginning."""
     with pytest.raises(ReaderError, match="there is no reader 'r'"):
@@ -499,22 +486,6 @@ def test_the_next_page_is_read_while_a_handler_works(
         found += _numbers(transaction)
     assert (sorted(found), found[:4]) == ([0, 1, 2, 3, 4, 5, 100], [0, 1, 2, 3])
     assert not _rows(outbox, "select * from relay.read('r')")
-
-
-def test_a_page_that_was_read_before_the_reader_was_moved_is_not_yielded(
-    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pages = _note_pages(monkeypatch)
-    for number in range(6):
-        _publish(outbox, number)
-    with closing(iter(_reader(outbox, page=2))) as iterator:  # type: ignore[type-var]
-        for _ in range(2):
-            transaction = next(iterator)
-        wait_until(lambda: pages == [1, 2])
-        outbox.reader.execute("select relay.seek('r', 'beginning')")
-        with pytest.raises(ReaderMoved):
-            transaction.done()
-        assert [_numbers(next(iterator)) for _ in range(6)] == [[number] for number in range(6)]
 
 
 def test_a_handler_that_takes_long_keeps_its_reader_in_use(

@@ -347,6 +347,7 @@ def test_messages_that_wait_for_others_of_their_keys_are_not_walked_by_each_take
 
 
 def test_a_lease_that_has_gone_to_another_ends_nothing(outbox: Outbox) -> None:
+    """riverqueue/river#1258, #773, janbjorge/pgqueuer#475, procrastinate-org/procrastinate#1518: nobody took it."""
     (number,) = queue(outbox, "")
     lease = "select attempt from relay.lease('mail', 1, %s)"
     assert outbox.column(lease, ("0 seconds",)) == [1]
@@ -518,13 +519,6 @@ def test_nobody_takes_a_claimed_message_between_its_failure_and_the_end_of_the_a
             )
         assert mine.execute("select * from effects").fetchall() == []
     assert outbox.column("select state from relay.queue_items") == []
-
-
-def test_a_claimed_message_that_is_not_ended_is_given_back(outbox: Outbox) -> None:
-    (first,) = queue(outbox, "a")
-    with worker(outbox) as mine, mine.transaction():
-        assert mine.execute("select id from relay.claim('mail')").fetchone() == (first,)
-    assert ids(outbox.worker) == [first]
 
 
 def test_the_lock_of_somebody_who_looks_for_messages_loses_no_lease(outbox: Outbox) -> None:
