@@ -118,12 +118,12 @@ def _identified(endpoint: str) -> tuple[str, str | None]:
     if _ID.fullmatch(endpoint):
         return endpoint, None
     # The client of HTTP is an extra.
-    from relay.sinks.http import destination
+    from relay.sinks.http import http_address
     from relay.sinks.http_endpoints import identity_of
 
     try:
         require_http(endpoint)
-        found = identity_of(destination(endpoint))
+        found = identity_of(http_address(endpoint))
     except ValueError as error:
         raise ConfigurationError(
             f"the endpoint is neither an id of 16 hexadecimal digits nor a URL: {error}"

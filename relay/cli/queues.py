@@ -112,7 +112,7 @@ StateOption = Annotated[
 
 
 @dataclass(frozen=True)
-class SelectionOptions:
+class MessageSelectionOptions:
     """The configuration, and the filter of a command on messages of a queue."""
 
     config: ConfigOption = None
@@ -136,7 +136,7 @@ class SelectionOptions:
 @with_groups
 def queue_show(
     name: QueueArgument,
-    options: SelectionOptions,
+    options: MessageSelectionOptions,
     limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 20,
     as_json: JsonOption = False,
 ) -> None:
@@ -222,7 +222,7 @@ def queue_purge(
 @queue.command("cancel")
 @with_groups
 def queue_cancel(
-    name: QueueArgument, options: SelectionOptions, reason: ReasonOption = None
+    name: QueueArgument, options: MessageSelectionOptions, reason: ReasonOption = None
 ) -> None:
     """Delete the messages that the filter selects; those that workers have are left to them."""
     from relay.admin.queues import cancel
@@ -241,7 +241,7 @@ def queue_move(
         datetime,
         typer.Option("--to", parser=time_of, metavar="TIME", help="The new time (UTC)."),
     ],
-    options: SelectionOptions,
+    options: MessageSelectionOptions,
     reason: ReasonOption = None,
 ) -> None:
     """Give messages that wait for their time, or for their next attempt, another one; a past one is now."""
@@ -250,7 +250,9 @@ def queue_move(
 
 @queue.command("run")
 @with_groups
-def queue_run(name: QueueArgument, options: SelectionOptions, reason: ReasonOption = None) -> None:
+def queue_run(
+    name: QueueArgument, options: MessageSelectionOptions, reason: ReasonOption = None
+) -> None:
     """Let messages that wait for their time, or for their next attempt, be taken now.
 
     Dead ones are brought back by `relay dlq replay --queue`.
@@ -258,7 +260,9 @@ def queue_run(name: QueueArgument, options: SelectionOptions, reason: ReasonOpti
     print(_moved(name, options, None, reason), "can be taken now")
 
 
-def _moved(name: str, options: SelectionOptions, to: datetime | None, reason: str | None) -> str:
+def _moved(
+    name: str, options: MessageSelectionOptions, to: datetime | None, reason: str | None
+) -> str:
     from relay.admin.queues import move
 
     moved = move(load(options.config), name, options.selection(), to, reason)

@@ -15,7 +15,7 @@ from heapq import heapify, heappop, heappush
 from relay.config.handlers import BatchHandler
 from relay.delivery.attempts import AttemptLog
 from relay.delivery.dispatch import Dispatcher, Results, ranked
-from relay.delivery.judging import Call
+from relay.delivery.judging import SinkCall
 from relay.delivery.queues import Delivery
 from relay.faults import Undelivered
 from relay.pipeline.failure_limit import FailureLimit
@@ -215,7 +215,7 @@ class BatchDispatcher(Dispatcher):
 
     # What becomes of a batch
 
-    async def _deliver(self, part: Sequence[Delivery], call: Call) -> Results:
+    async def _deliver(self, part: Sequence[Delivery], call: SinkCall) -> Results:
         """Let the sink deliver a batch; raises what it raises."""
         if self._notes_attempt:
             ATTEMPTS.set([self._attempt(each, call) for each in part])
@@ -234,7 +234,7 @@ class BatchDispatcher(Dispatcher):
                 extra={"handler": self._sink.name},
             )
 
-    def _note_call(self, size: int, call: Call, halves: bool) -> None:
+    def _note_call(self, size: int, call: SinkCall, halves: bool) -> None:
         """Let batches grow after one of `size` was answered: a large one may be what was taken for an outage."""
         if self.breaker.is_open and not call.is_answered:
             self._grown = 1

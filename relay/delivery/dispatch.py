@@ -17,9 +17,9 @@ from typing import NamedTuple
 from relay.config.handlers import DeliveryHandler, FunctionHandler, HttpHandler
 from relay.config.settings import AttemptSettings
 from relay.delivery.attempts import AttemptLog
-from relay.delivery.judging import Call, Judge, PutBack, fault_of, key_of
+from relay.delivery.judging import Judge, PutBack, SinkCall, fault_of, key_of
 from relay.delivery.queues import Delivery
-from relay.delivery.turns import Turns
+from relay.delivery.turns import DeliveryTurns
 from relay.faults import (
     DestinationRefused,
     Drop,
@@ -125,7 +125,7 @@ class Dispatcher:
         self._pace = None if has_endpoints else self.destination.pace
         self._most_running = MOST_WAITING if has_endpoints else settings.concurrency
         self._judge = Judge(sink.name, settings, self.destination, limit, self.kept)
-        self._turns = Turns(self.destination)
+        self._turns = DeliveryTurns(self.destination)
         self.held = self._turns.held
         self._memory = _Memory(most_bytes)
         self._numbers = count(1)
@@ -345,7 +345,7 @@ class Dispatcher:
                 )
                 return
             is_first = False
-            call = Call(started, is_trial)
+            call = SinkCall(started, is_trial)
             left = self._judged(part, await self._results(part, call), call)
             if left.returned:
                 rest = [*left.again, *(each for some in parts for each in some)]
@@ -361,7 +361,7 @@ class Dispatcher:
         """Whether meanwhile the sink was paused, or its destination was found to be down."""
         return self._paused or (self.breaker.is_open and not is_trial)
 
-    async def _results(self, part: Sequence[Delivery], call: Call) -> Results:
+    async def _results(self, part: Sequence[Delivery], call: SinkCall) -> Results:
         """What became of each delivery of a part.
 
         What a failed one blocks is not in the call. It is completed after those of its keys that are.
@@ -387,7 +387,7 @@ class Dispatcher:
         of = dict(zip(called, found, strict=True))
         return [of[each] if each in of else Again() for each in part]
 
-    async def _deliver(self, part: Sequence[Delivery], call: Call) -> Results:
+    async def _deliver(self, part: Sequence[Delivery], call: SinkCall) -> Results:
         """Let the sink deliver; raises what it raises."""
         (one,) = part
         if self._notes_attempt:
@@ -395,14 +395,14 @@ class Dispatcher:
         await self._sink.deliver(one.events)
         return (None,)
 
-    def _attempt(self, delivery: Delivery, call: Call) -> Attempt:
+    def _attempt(self, delivery: Delivery, call: SinkCall) -> Attempt:
         since = delivery.history.since
         if since is None and delivery.attempts:
             since = call.started
         xid = None if delivery.commit is None else delivery.commit.xid
         return Attempt(delivery.keys, since, self._claim, xid, key_of(delivery), delivery.endpoint)
 
-    def _judged(self, part: Sequence[Delivery], results: Results, call: Call) -> _Left:
+    def _judged(self, part: Sequence[Delivery], results: Results, call: SinkCall) -> _Left:
         """Complete what has ended; returns what is left."""
         if all(each is None for each in results):
             call.is_answered = True
@@ -465,7 +465,7 @@ class Dispatcher:
             first = len(again)
         return _Left(again, waits, first, returned, is_last)
 
-    def _arrived(self, delivery: Delivery, call: Call) -> None:
+    def _arrived(self, delivery: Delivery, call: SinkCall) -> None:
         self._judge.confirmed(delivery, call)
         self._completed(delivery, APPLIED)
 
@@ -479,7 +479,7 @@ class Dispatcher:
     def _note_disorder(self) -> None:
         """Note that the destination has done what follows a failed one with its key."""
 
-    def _note_call(self, size: int, call: Call, halves: bool) -> None:
+    def _note_call(self, size: int, call: SinkCall, halves: bool) -> None:
         """Note what a call of so many deliveries has ended with."""
 
 

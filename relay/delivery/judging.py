@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class SinkCall:
     """A call of a sink for some deliveries: when their batch began, and whether it is the trial of a destination.
 
     `seconds` is how long it took. `is_answered`: something was delivered. `is_counted`: a failure of it was, so that
@@ -103,24 +103,24 @@ class Judge:
             "losses",
         )
 
-    def confirmed(self, delivery: Delivery, call: Call) -> None:
+    def confirmed(self, delivery: Delivery, call: SinkCall) -> None:
         """Count a delivery that has arrived."""
         self._kept.ended(delivery, call.seconds)
         self._confirmed(delivery, call)
 
-    def _confirmed(self, delivery: Delivery, call: Call) -> None:
+    def _confirmed(self, delivery: Delivery, call: SinkCall) -> None:
         self.attempts.confirm(call.seconds, len(delivery.rows.tuples))
         self._destination.answered(key_of(delivery))
         self._limit.succeeded((self._sink,))
 
-    def dropped(self, delivery: Delivery, drop: Drop, call: Call) -> None:
+    def dropped(self, delivery: Delivery, drop: Drop, call: SinkCall) -> None:
         """Count a delivery that the sink ends as done."""
         self._kept.ended(delivery, call.seconds, "dropped", drop)
         self._drops.note(self._sink, drop, delivery.rows.transaction_id)
         self._confirmed(delivery, call)
 
     def failed(
-        self, delivery: Delivery, error: Exception, call: Call, *, in_memory: bool
+        self, delivery: Delivery, error: Exception, call: SinkCall, *, in_memory: bool
     ) -> Verdict:
         """Count a failed attempt; returns what becomes of the delivery, which may be tried again `in_memory`."""
         delivery.attempts += 1
@@ -159,7 +159,7 @@ class Judge:
             return disposition.after
         return self._limited(disposition)
 
-    def failed_together(self, part: Sequence[Delivery], fault: Exception, call: Call) -> bool:
+    def failed_together(self, part: Sequence[Delivery], fault: Exception, call: SinkCall) -> bool:
         """Count a call that has failed and does not say for which delivery; returns whether the destination is down."""
         self.attempts.fail(describe(fault))
         for each in part:
@@ -183,7 +183,7 @@ class Judge:
             return BLOCKED
         return RetryLater(self._sink, delivery.asked[0], early, delivery.history.attempts)
 
-    def _later(self, delivery: Delivery, error: Exception, call: Call) -> Verdict:
+    def _later(self, delivery: Delivery, error: Exception, call: SinkCall) -> Verdict:
         """Queue or defer a delivery without counting the attempt, since the destination is down."""
         asked = asked_of(error)
         delivery.asked = (error, time.monotonic() + asked) if asked else None
@@ -207,7 +207,7 @@ class Judge:
         self._destination.breaker.hold(LONGEST_WAIT_SECONDS)
         return RetryLater(self._sink, failed.error, LONGEST_WAIT_SECONDS, failed.attempts)
 
-    def _is_down(self, delivery: Delivery, error: BaseException, call: Call) -> bool:
+    def _is_down(self, delivery: Delivery, error: BaseException, call: SinkCall) -> bool:
         """Count a failure; returns whether the destination counts as down, so that the attempt does not count.
 
         A call in which something was delivered says that the destination is there.

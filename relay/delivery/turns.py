@@ -17,7 +17,7 @@ class Turn(NamedTuple):
     is_tried: bool
 
 
-class Turns:
+class DeliveryTurns:
     """The deliveries that are not in flight: in order for each key, retries and new ones by turns.
 
     A new one is blocked if an earlier one with its keys is deferred, if a deferred transaction holds one of its keys

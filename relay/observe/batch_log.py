@@ -10,7 +10,7 @@ from threading import Lock
 
 from relay.model.batch import Batch, Outcome, TaskOutcome
 from relay.model.events import POSTGRES_EPOCH
-from relay.pipeline.apply import Delivered
+from relay.pipeline.apply import Handled
 from relay.pipeline.listeners import BatchListener
 from relay.runtime.parts import Condition, Recurring
 
@@ -27,7 +27,7 @@ class BatchLog(BatchListener):
         """Log stopped handlers and dead letters."""
         _log_failed(task, partition=_partitions([task]))
 
-    def redelivered(self, retried: Delivered) -> None:
+    def redelivered(self, retried: Handled) -> None:
         """Log retries, stopped handlers and dead letters."""
         _log_failed(retried)
         counts = {"transactions": retried.tried, "applied": retried.applied}
@@ -93,7 +93,7 @@ class Summary(BatchListener, Recurring):
             )
             self._lag = _lag(batch)
 
-    def redelivered(self, retried: Delivered) -> None:
+    def redelivered(self, retried: Handled) -> None:
         """Add applied transactions of `relay.deferred`."""
         with self._lock:
             self._sums["redelivered"] += retried.applied
@@ -128,7 +128,7 @@ class Summary(BatchListener, Recurring):
             log.info("relayed", extra={**sums, **known, **lag})
 
 
-def _log_failed(done: TaskOutcome | Delivered, **fields: str) -> None:
+def _log_failed(done: TaskOutcome | Handled, **fields: str) -> None:
     for fault in done.braked:
         log.error("a handler is stopped", extra={"fault": fault})
     for dead in done.dead:

@@ -20,7 +20,7 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from relay.config.settings import Settings
 from relay.model.batch import Batch, DeadLetterReport, Outcome, TaskOutcome
 from relay.model.events import POSTGRES_EPOCH, Transaction
-from relay.pipeline.apply import Delivered
+from relay.pipeline.apply import Handled
 from relay.pipeline.listeners import Meter
 from relay.sinks import Again, BatchSink, Sink
 from relay.store import states
@@ -536,7 +536,7 @@ class Metrics(Meter):
         """Count what a task of a batch has dead-lettered."""
         self._dead(task.dead)
 
-    def redelivered(self, retried: Delivered) -> None:
+    def redelivered(self, retried: Handled) -> None:
         """Count retries of deferred transactions, and those that are dead now."""
         self._counter("relay_retried_transactions_total").inc(retried.tried)
         self._handled(retried.seconds)

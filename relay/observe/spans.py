@@ -53,7 +53,7 @@ from relay.model.trace_context import (
     carrying,
     parse,
 )
-from relay.pipeline.apply import Delivered
+from relay.pipeline.apply import Handled
 from relay.pipeline.listeners import BatchListener
 from relay.pipeline.tracing import add
 from relay.runtime.parts import Part
@@ -206,7 +206,7 @@ class Traces(BatchListener, Part):
             self._processed(trace_record, more, links)
         span.end(now)
 
-    def redelivered(self, retried: Delivered) -> None:
+    def redelivered(self, retried: Handled) -> None:
         """Create the spans of retried transactions of `relay.deferred`."""
         trace_record = retried.trace_record
         if trace_record is not None:

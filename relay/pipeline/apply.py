@@ -59,7 +59,7 @@ DUE_AT_ONCE = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Delivered:
+class Handled:
     """What became of transactions, new ones or retried ones of `relay.deferred`.
 
     `tried` and `applied` count transactions, `deferred_events` the events of those that are deferred. `braked` has a
@@ -77,7 +77,7 @@ class Delivered:
     held: frozenset[str] = frozenset()
 
     @classmethod
-    def joined(cls, parts: Sequence[Delivered]) -> Delivered:
+    def joined(cls, parts: Sequence[Handled]) -> Handled:
         """What became of all the transactions of one database transaction."""
         return cls(
             sum(each.tried for each in parts),
@@ -89,7 +89,7 @@ class Delivered:
         )
 
 
-Done = TypeVar("Done", TaskOutcome, Delivered)
+Done = TypeVar("Done", TaskOutcome, Handled)
 
 
 class Applier:
@@ -160,7 +160,7 @@ class Applier:
         """
         return self._run(partial(self._apply, task), guarded)
 
-    def retry_deferred(self, guarded: bool = False) -> Delivered:
+    def retry_deferred(self, guarded: bool = False) -> Handled:
         """Retry the deferred transactions that are due, and commit. If it raises, the target is unchanged."""
         return self._run(self._retry, guarded)
 
@@ -259,7 +259,7 @@ class Applier:
             return TaskOutcome(task.partitions)
         noted = snapshots.noted_in(conn, self._group, lower_bounds)
         events = count = 0
-        all_delivered: list[Delivered] = []
+        all_delivered: list[Handled] = []
         found = self._ranges.read(task, lower_bounds, noted)
         for transactions in self._ranges.portions(self.active_jobs.reading(found)):
             events += transactions.events
@@ -267,7 +267,7 @@ class Applier:
             left = transactions
             if task.by_reference:
                 left, dead = self._dead_letter_too_large(conn, transactions, task.by_reference)
-                all_delivered.append(Delivered(dead=tuple(dead)))
+                all_delivered.append(Handled(dead=tuple(dead)))
             if not len(left):
                 continue
             hosts = left.distinct_hosts
@@ -277,7 +277,7 @@ class Applier:
             all_delivered.append(self._deliver(conn, assigned, trial, limit, locked.holding))
         ends = last_positions(task, lower_bounds)
         offsets.polled(conn, self._group, positions, ends, task.upto, self._durable)
-        return _outcome(task, events, 0, Delivered.joined(all_delivered), count)
+        return _outcome(task, events, 0, Handled.joined(all_delivered), count)
 
     def _own(self, streaks: Mapping[str, Streak]) -> dict[str, Streak]:
         """The streaks of the target's handlers. Each sink counts its own: to pass its events is no success of its."""
@@ -291,7 +291,7 @@ class Applier:
         limit: FailureLimit,
         holding: Set[str] = frozenset(),
         due: Sequence[DueTransaction] = (),
-    ) -> Delivered:
+    ) -> Handled:
         """Run the handlers of transactions, and settle those that were not applied.
 
         Of new ones, those that a key blocks which a deferred transaction holds, of the hosts `holding`, wait behind it.
@@ -316,7 +316,7 @@ class Applier:
             index for index, each in dispositions.items() if not isinstance(each, DeadLetter)
         ]
         held = [index for index, each in dispositions.items() if due and holds_keys(each)]
-        return Delivered(
+        return Handled(
             len(transactions),
             len(transactions) - len(dispositions),
             int(transactions.facts["events"][waiting].sum()),
@@ -379,14 +379,14 @@ class Applier:
 
         return trace_record(assigned, self._handler_runner.names, traced)
 
-    def _retry(self, trial: Trial) -> Delivered:
+    def _retry(self, trial: Trial) -> Handled:
         limits = self._settings.batch
         with self._pool.transaction() as conn:
             self.active_jobs.enters(conn)
             due = deferred_due.claim(conn, self._group, DUE_AT_ONCE, limits.max_bytes)
             stuck: set[str] = set()
             declared = self._queues.current(conn) if due else None
-            return Delivered.joined(
+            return Handled.joined(
                 [
                     self._retry_run(conn, run, trial, stuck, declared)
                     for run in deferred_due.runs(due)
@@ -400,7 +400,7 @@ class Applier:
         trial: Trial,
         stuck: set[str],
         declared: Declared | None,
-    ) -> Delivered:
+    ) -> Handled:
         """Retry transactions of one table layout, but for those with a key that is `stuck`.
 
         Adds the keys of what was not applied to `stuck`.
@@ -412,7 +412,7 @@ class Applier:
             else:
                 stuck.update(each.keys)
         if not due:
-            return Delivered()
+            return Handled()
         limits = self._settings.batch
         transactions = deferred_due.transactions(
             conn, due, limits.max_bytes, limits.spool_directory
@@ -444,7 +444,7 @@ def _report_sample(braked: Braked) -> None:
 
 
 def _outcome(
-    task: Work, events: int, skipped: int, delivered: Delivered, transactions: int
+    task: Work, events: int, skipped: int, delivered: Handled, transactions: int
 ) -> TaskOutcome:
     lost = sum(item.events for item in delivered.dead)
     return TaskOutcome(

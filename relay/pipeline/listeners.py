@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from relay.model.batch import Batch, DeadLetterReport, Outcome, TaskOutcome
-from relay.pipeline.apply import Delivered
+from relay.pipeline.apply import Handled
 from relay.sinks import Sink
 
 
@@ -21,7 +21,7 @@ class BatchListener:
     def durable(self, batch: Batch, outcome: Outcome, seconds: float) -> None:
         """Receive a batch that is durable now, `seconds` after it was taken from the source."""
 
-    def redelivered(self, retried: Delivered) -> None:
+    def redelivered(self, retried: Handled) -> None:
         """Receive what was committed of transactions that had been deferred."""
 
 
@@ -41,7 +41,7 @@ class Listeners(BatchListener):
         for each in self._listeners:
             each.durable(batch, outcome, seconds)
 
-    def redelivered(self, retried: Delivered) -> None:
+    def redelivered(self, retried: Handled) -> None:
         """Tell all."""
         for each in self._listeners:
             each.redelivered(retried)

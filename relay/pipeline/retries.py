@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 from relay.faults import is_transient
-from relay.pipeline.apply import Applier, Delivered
+from relay.pipeline.apply import Applier, Handled
 from relay.runtime.parts import Condition, Due, Recurring
 from relay.runtime.retry import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS
 
@@ -26,7 +26,7 @@ class RetryWorker(Recurring):
         applier: Applier,
         timeout: float,
         failed: Callable[[], None],
-        retried: Callable[[Delivered], None],
+        retried: Callable[[Handled], None],
     ) -> None:
         """`timeout` is how many seconds `close` waits for a retry in flight.
 

@@ -79,7 +79,7 @@ class AddressNotPublic(DestinationRefused):
 
 
 @dataclass(frozen=True, slots=True)
-class Destination:
+class HttpAddress:
     """Where a request goes, and what it presents there beside the handler's secrets: headers and signing keys.
 
     `shown` is the address without secrets; `proxy` one of the environment.
@@ -124,9 +124,9 @@ class Http:
         )
         self._open_clients(None)
 
-    def _destination_of(self, url: str) -> Destination:
+    def _destination_of(self, url: str) -> HttpAddress:
         try:
-            return destination(url)
+            return http_address(url)
         except ValueError as error:
             raise ConfigurationError(f"handlers.{self.name}.url: {error}") from None
 
@@ -174,7 +174,7 @@ class Http:
                 yield identity, {"content-type": cloudevents.STRUCTURED, **trace}, body
 
     async def _post(
-        self, to: Destination, identity: str, headers: dict[str, str], body: bytes
+        self, to: HttpAddress, identity: str, headers: dict[str, str], body: bytes
     ) -> bytearray:
         """Post a body; returns the beginning of the answer that confirms it."""
         identity = cloudevents.header(identity)
@@ -190,7 +190,7 @@ class Http:
 
     async def _post_with(
         self,
-        to: Destination,
+        to: HttpAddress,
         credentials: _Credentials,
         identity: str,
         headers: dict[str, str],
@@ -259,7 +259,7 @@ class Http:
                 )
 
     async def _send(
-        self, to: Destination, headers: dict[str, str], body: bytes, tls: ssl.SSLContext
+        self, to: HttpAddress, headers: dict[str, str], body: bytes, tls: ssl.SSLContext
     ) -> bytearray:
         """Post a body; returns the beginning of the response.
 
@@ -302,7 +302,7 @@ class Http:
             self._refuse(to, response, bytes(start[:_SHOWN_BYTES]))
         return start
 
-    def _refuse(self, to: Destination, response: aiohttp.ClientResponse, start: bytes) -> NoReturn:
+    def _refuse(self, to: HttpAddress, response: aiohttp.ClientResponse, start: bytes) -> NoReturn:
         """Raise what a status that is no success means."""
         status = f"{response.status} {response.reason or ''}".rstrip()
         shown = f"{status}\n{start.decode(errors='replace')}" if start else status
@@ -319,7 +319,7 @@ class Http:
     async def _request(
         self,
         client: _Client,
-        to: Destination,
+        to: HttpAddress,
         headers: dict[str, str],
         body: bytes,
         tls: ssl.SSLContext,
@@ -423,9 +423,9 @@ def public_url(url: str) -> str:
     return urlunsplit((parts.scheme, host, parts.path, query, ""))
 
 
-def destination(url: str) -> Destination:
+def http_address(url: str) -> HttpAddress:
     """Where an address leads. Raises ValueError, whose text has nothing secret."""
-    return Destination(_address(url), f"POST {public_url(url)}", _proxy(url), _login(url))
+    return HttpAddress(_address(url), f"POST {public_url(url)}", _proxy(url), _login(url))
 
 
 def _address(url: str) -> URL:

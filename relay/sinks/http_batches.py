@@ -22,7 +22,7 @@ from relay.config.handlers import HttpHandler
 from relay.faults import DestinationRefused, Rejected, Undelivered
 from relay.model.events import Transaction
 from relay.sinks import Again, Target, cloudevents
-from relay.sinks.http import Destination, Http
+from relay.sinks.http import Http, HttpAddress
 
 _ANSWER_BYTES = 2_000_000
 """The longest answer that is read: that is room for each id of the largest batch."""
@@ -82,7 +82,7 @@ class HttpBatches(Http):
                 results[index] = self._named(status)
         return results
 
-    def _refuse(self, to: Destination, response: ClientResponse, start: bytes) -> NoReturn:
+    def _refuse(self, to: HttpAddress, response: ClientResponse, start: bytes) -> NoReturn:
         try:
             super()._refuse(to, response, start)
         except Undelivered as fault:

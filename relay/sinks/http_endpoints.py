@@ -27,7 +27,7 @@ from relay.model.events import Event, Transaction
 from relay.sinks import ATTEMPT, Target, ToEndpoints
 from relay.sinks.endpoint_lookup import Lookup
 from relay.sinks.endpoints import FRESH_SECONDS, EndpointId, Endpoints
-from relay.sinks.http import AddressNotPublic, Destination, Http, destination, key_of
+from relay.sinks.http import AddressNotPublic, Http, HttpAddress, http_address, key_of
 from relay.sinks.http_connections import Resolver
 
 LONGEST_ID = 100
@@ -42,7 +42,7 @@ def sink(name: str, settings: HttpHandler, target: Target | None) -> HttpEndpoin
     return HttpEndpoints(name, settings, target)
 
 
-def identity_of(to: Destination) -> EndpointId:
+def identity_of(to: HttpAddress) -> EndpointId:
     """What identifies the endpoint of a destination."""
     digest = sha256(str(to.url).encode()).hexdigest()[:16]
     return EndpointId(digest, f"{to.url.scheme}://{to.url.raw_authority}")
@@ -60,7 +60,7 @@ class _Post:
     """Events that go to one endpoint."""
 
     id: EndpointId
-    to: Destination
+    to: HttpAddress
     events: Sequence[Event]
 
 
@@ -71,7 +71,7 @@ class HttpEndpoints(Http):
         """Raises ConfigurationError where a certificate or the environment's proxy cannot be used."""
         if target is None:
             raise ConfigurationError(f"handlers.{name}.url: a template needs the target")
-        self._fixed: Destination | None = None
+        self._fixed: HttpAddress | None = None
         self._url: AddressTemplate | None = None
         super().__init__(name, settings)
         self._headers = {
@@ -84,7 +84,7 @@ class HttpEndpoints(Http):
         self._id = settings.endpoints_or_default.id
         self._types = settings.endpoints_or_default.types
         self._endpoints = Endpoints(name, settings, target)
-        self._known: OrderedDict[str, tuple[EndpointId, Destination]] = OrderedDict()
+        self._known: OrderedDict[str, tuple[EndpointId, HttpAddress]] = OrderedDict()
 
     def _open(self) -> None:
         settings = self._settings
@@ -153,7 +153,7 @@ class HttpEndpoints(Http):
             raise EndpointRejected("a value of the endpoint is not valid Unicode") from None
 
     async def _posts(self, transaction: Transaction) -> list[_Post]:
-        chosen: list[tuple[EndpointId, Destination, Event]] = []
+        chosen: list[tuple[EndpointId, HttpAddress, Event]] = []
         rows = [(event, row) for event in transaction.events for row in await self._rows(event)]
         attempt = ATTEMPT.get(None)
         only = None if attempt is None else attempt.endpoint
@@ -200,7 +200,7 @@ class HttpEndpoints(Http):
             )
         return identity
 
-    def _chosen(self, event: Event, row: Row) -> tuple[EndpointId, Destination]:
+    def _chosen(self, event: Event, row: Row) -> tuple[EndpointId, HttpAddress]:
         if self._url is not None:
             id, to = self._parsed(self._address(event, row))
         else:
@@ -217,13 +217,13 @@ class HttpEndpoints(Http):
         except Rejected as error:
             raise EndpointRejected(str(error)) from None
 
-    def _parsed(self, address: str) -> tuple[EndpointId, Destination]:
+    def _parsed(self, address: str) -> tuple[EndpointId, HttpAddress]:
         known = self._known.get(address)
         if known is not None:
             self._known.move_to_end(address)
             return known
         try:
-            to = self._fixed or destination(address)
+            to = self._fixed or http_address(address)
         except ValueError as error:
             raise EndpointRejected(f"url: {error}") from None
         known = self._known[address] = identity_of(to), to

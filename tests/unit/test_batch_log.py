@@ -14,7 +14,7 @@ from relay.model.batch import Batch, DeadLetterReport, Outcome, TaskOutcome, Win
 from relay.model.events import POSTGRES_EPOCH, Lsn
 from relay.model.transactions import FACTS, Rows, Transactions
 from relay.observe.batch_log import Summary
-from relay.pipeline.apply import Delivered
+from relay.pipeline.apply import Handled
 
 
 def batch(number: int, seconds_ago: float) -> Batch:
@@ -75,11 +75,11 @@ def test_polled_rows_tell_what_is_left(caplog: pytest.LogCaptureFixture) -> None
 def test_redeliveries_are_summed_up_beside_no_batch(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "relay")
     summary = Summary()
-    summary.redelivered(Delivered())
+    summary.redelivered(Handled())
     summary.close()
     assert not lines(caplog)
-    summary.redelivered(Delivered(3, 3))
-    summary.redelivered(Delivered(4, 4))
+    summary.redelivered(Handled(3, 3))
+    summary.redelivered(Handled(4, 4))
     summary.close()
     (line,) = lines(caplog)
     assert (line["redelivered"], line.get("batches"), line.get("lag_seconds")) == (7, None, None)
