@@ -1397,11 +1397,9 @@ $$;
 -- The state of a message that is not done. Everybody may call it, for whoever may read relay.queue_items.
 create or replace function relay.message_state(leased boolean, available_at timestamptz, attempts int, error text) returns text
 language sql volatile
-as $$
-    select case when leased and available_at > clock_timestamp() then 'leased'
+    return case when leased and available_at > clock_timestamp() then 'leased'
                 when available_at is not null and (attempts > 0 or error is not null) then 'retry'
-                when available_at > clock_timestamp() then 'scheduled' else 'enqueued' end
-$$;
+                when available_at > clock_timestamp() then 'scheduled' else 'enqueued' end;
 
 -- Locks the messages of a queue that nobody has and that meet every condition which is not null. `error` is a part of the text. `waiting`:
 -- only those whose time has not come. One that can be taken now is found by its event in as much time as the queue has messages.

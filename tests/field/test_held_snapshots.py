@@ -42,8 +42,8 @@ _TOUCHED = """
 def held(outbox: Outbox) -> Iterator[Outbox]:
     """An outbox in whose database somebody holds a snapshot, and where nothing is vacuumed."""
     tables = outbox.column(
-        "select relid::regclass::text from pg_stat_user_tables"
-        " where schemaname = 'relay' or relname = 'outbox_message_t'"
+        "select oid::regclass::text from pg_class where relkind = 'r'"
+        " and (relnamespace = 'relay'::regnamespace or relname = 'outbox_message_t')"
     )
     for table in tables:
         outbox.conn.execute(f"alter table {table} set (autovacuum_enabled = off)".encode())

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from relay.delivery import dispatch
+from relay.delivery import judging
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.webhook import Answer, Webhook
 
@@ -176,7 +176,7 @@ def test_a_bad_replica_s_refusals_of_content_are_bounded(
         return Answer(400 if asked % 8 == 0 else 204)
 
     with Webhook(answers) as webhook:
-        monkeypatch.setattr(dispatch, "LONGEST_WAIT_SECONDS", 0.3)
+        monkeypatch.setattr(judging, "LONGEST_WAIT_SECONDS", 0.3)
         published(outbox, 200, hosts=50)
         config = {**posting(webhook), "dead_letters": {"brake": 3}}
         delivered(outbox, config)

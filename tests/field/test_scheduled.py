@@ -106,7 +106,7 @@ def test_what_is_cancelled_is_delivered_nowhere(
         wait_until(lambda: applied(outbox) == 1 and len(webhook.requests) == 1)
         wait_until(lambda: deferred(outbox) == 0)
     assert webhook.requests[0].event["id"] == kept
-    assert states(settings, kept) == {"target": "passed", "hook": "passed"}
+    assert states(settings, kept) == {"target": "passed", "hook": "delivered"}
 
 
 def test_who_cancelled_it_is_to_be_seen(outbox: Outbox, settings: Settings) -> None:
@@ -274,7 +274,7 @@ def test_a_delivery_in_flight_is_told_of(outbox: Outbox) -> None:
             ends.set()
             outcome = "select outcome from relay.cancellations where sink = 'hook'"
             wait_until(lambda: outbox.value(outcome) == "delivered")
-        assert states(settings, gone) == {"target": "cancelled", "hook": "passed"}
+        assert states(settings, gone) == {"target": "cancelled", "hook": "delivered"}
 
 
 def test_what_may_be_in_flight_is_not_moved(

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -154,6 +154,27 @@ def with_scheduled(outbox: Outbox, folder: Path) -> Iterator[Replaced]:
 
 
 @contextmanager
+def with_sink(outbox: Outbox, folder: Path) -> Iterator[Replaced]:
+    """A sink that had the event of the page, of today, which it gets again after the block."""
+    webhook = Webhook(lambda _headers, _body: Answer())
+    more: dict[str, Any] = {
+        "handlers": {"crm": {"type": "http", "url": webhook.url}},
+        "routes": [{"handlers": ["crm"]}],
+    }
+    outbox.config_file(folder / "relay.yaml", **more)
+    hour = datetime.now(UTC).replace(tzinfo=None)
+    with webhook, relaying(outbox.settings(**more)):
+        outbox.publish(host(1), event(id=EVENT))
+        wait_until(lambda: len(webhook.requests) == 1)
+        yield {
+            f"2026-03-01T{at}:00": f"{hour + timedelta(hours=after):%Y-%m-%dT%H:%M}"
+            for at, after in ((12, -1), (13, 1))
+        }
+        if outbox.value("select count(*) from relay.actions where action = 'sink resend'"):
+            wait_until(lambda: len(webhook.requests) == 3)
+
+
+@contextmanager
 def with_endpoints(outbox: Outbox, folder: Path) -> Iterator[Replaced]:
     """A sink whose endpoints data choose; one is disabled, and nothing is dead of it yet."""
     url = "https://hooks.example/{payload.hook}"
@@ -199,6 +220,7 @@ def dead(outbox: Outbox) -> list[str]:
 
 
 SITUATIONS: Mapping[str, Situation] = {
+    "attempts.md": with_sink,
     "complete.md": complete,
     "console.md": with_faults,
     "dead-letters.md": with_dead_messages,

@@ -14,7 +14,7 @@ def test_sql_tells_the_states_that_are_declared() -> None:
     told = re.findall(r"(?:then|else) '(\w+)'", KIND.as_string(None))
     assert sorted(told) == sorted(states.DEFERRED)
     queues = (sql_directory() / "target" / "004_queues.sql").read_text()
-    state = queues[queues.index("function relay.message_state(") :].partition("$$;")[0]
+    state = queues[queues.index("function relay.message_state(") :].partition(" end;")[0]
     assert {*re.findall(r"(?:then|else) '(\w+)'", state), "dead", "done"} == {*states.MESSAGES}
     figures = queues[queues.index("view relay.queue_figures") :].split("\n")[1]
     assert all(f"f.{each}," in figures for each in states.FIGURES)
