@@ -361,7 +361,7 @@ class Checkpoint:
             Unsettled(
                 *(each.rows, each.events.events, disposition, each.keys, each.history, each.due),
                 endpoint=each.endpoint,
-                resent_by=each.resent_by,
+                part_of=each.part_of,
             )
             for each, disposition in ended
         )

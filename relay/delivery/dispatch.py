@@ -202,7 +202,7 @@ class Dispatcher:
                 *(delivery.rows, delivery.events, of_endpoint(delivery.keys, each), commit),
                 number=delivery.number,
                 endpoint=each,
-                resent_by=delivery.due.resent_by if delivery.due is not None else None,
+                part_of=delivery.due,
             )
             for each in endpoints
         ]

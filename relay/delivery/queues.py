@@ -26,7 +26,7 @@ class Delivery:
     `asked`: the last fault that asked for a wait, and until when (monotonic clock, seconds). `attempts` are those that
     have failed, while it runs. `has_failed`: an attempt of this process has, also one that does not count. `number` is
     its rank in the order of submission, and `queued` when that was, for batches. Of several endpoints it goes to
-    `endpoint` alone. `resent_by` is who has resent what it is a part of.
+    `endpoint` alone, as a part of the deferred row `part_of` if that was divided.
     """
 
     rows: Undecoded
@@ -46,7 +46,7 @@ class Delivery:
     number: int = 0
     queued: float = 0.0
     endpoint: str | None = None
-    resent_by: str | None = None
+    part_of: DueTransaction | None = None
 
     def early(self) -> float:
         """The seconds until it may be tried, as its last fault has asked; 0 if it may be now."""

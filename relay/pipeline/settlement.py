@@ -53,7 +53,8 @@ class Unsettled:
     """A transaction, or a sink's part of one, and what became of it.
 
     `rows` are stored if it is deferred, `events` if it is dead-lettered. `due` is its row if it was deferred before. A
-    new one that is deferred gets the ordering `keys`. Of several endpoints it concerns `endpoint` alone.
+    new one that is deferred gets the ordering `keys`. Of several endpoints it concerns `endpoint` alone, as a part of the
+    row `part_of` if that is divided here: it is stored only where that row still exists, since it may be cancelled.
     """
 
     rows: Undecoded
@@ -63,7 +64,7 @@ class Unsettled:
     before: AttemptHistory = NEW
     due: DueTransaction | None = None
     endpoint: str | None = None
-    resent_by: str | None = None
+    part_of: DueTransaction | None = None
 
 
 class Settlement:
@@ -82,7 +83,7 @@ class Settlement:
         """
         settled = list(unsettled)
         numbers = self._dead_letter(conn, settled)
-        new: list[tuple[Undecoded, Deferral]] = []
+        new: list[tuple[Unsettled, Deferral]] = []
         again: list[tuple[int, Deferral]] = []
         done: dict[int, Unsettled] = {}
         replayed: list[int] = []
@@ -95,12 +96,12 @@ class Settlement:
                     deferral,
                     dead_transaction=number,
                     endpoint=each.endpoint,
-                    resent_by=each.resent_by,
+                    resent_by=each.part_of.resent_by if each.part_of else None,
                 )
             if due is None:
                 if deferral is not None:
                     ids = deferred.ids_of(each.rows, each.events.decoder)
-                    new.append((each.rows, replace(deferral, event_ids=ids)))
+                    new.append((each, replace(deferral, event_ids=ids)))
             elif deferral is None:
                 done[due.id] = each
                 if isinstance(disposition, Applied) and number is not None:
@@ -109,12 +110,17 @@ class Settlement:
                 again.append((due.id, deferral))
         if replayed:
             dead_letters.mark(conn, self._group, replayed, "replayed", "replayed")
-        if new:
-            deferred.defer(conn, self._group, new, self._sink)
         deferred.defer_again(conn, again)
-        if done:
-            gone = done.keys() - deferred.remove(conn, done)
-            self._note_delivered(conn, [done[number] for number in gone])
+        gone = done.keys() - deferred.remove(conn, done) if done else set()
+        divided = {each.part_of.id for each, _ in new if each.part_of}
+        self._note_delivered(conn, [done[number] for number in gone - divided])
+        parts = [
+            (each.rows, deferral)
+            for each, deferral in new
+            if each.part_of is None or each.part_of.id not in gone
+        ]
+        if parts:
+            deferred.defer(conn, self._group, parts, self._sink)
         return [
             _report(each, each.disposition)
             for each in settled

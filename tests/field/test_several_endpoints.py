@@ -36,6 +36,8 @@ TABLE = """
 """
 SELECT = "select id, url, types, secret from endpoint where host_id = %(host_id)s order by id"
 
+WAITS = "select 1 from pg_locks where relation = 'public.endpoint'::regclass and not granted"
+
 
 class Tenants:
     """Endpoints of tenants, of one server, by the last segment of their paths; some fail."""
@@ -286,6 +288,29 @@ def test_an_event_is_resent_to_each_endpoint_or_to_one(outbox: Outbox, tenants: 
     assert (len(tenants.got("a")), len(tenants.got("b"))) == (2, 3)
     marked = outbox.column("select resent_by is not null from relay.attempts")
     assert sorted(marked) == [False, False, True, True, True]
+
+
+def test_what_is_cancelled_while_it_is_divided_goes_to_none(
+    outbox: Outbox, tenants: Tenants
+) -> None:
+    tenants.add("a", 1)
+    tenants.add("b", 1)
+    outbox.publish(host(1), event(0, event_type="order.cancelled", deliver_at="2999-01-01"))
+    (id,) = outbox.column("select id::text from outbox_message_t")
+    with relaying(tenants.settings()):
+        wait_until(lambda: deferred(outbox) == {None: 1})
+        with connect(outbox.superuser_dsn) as holder, holder.transaction():
+            holder.execute("lock table public.endpoint in access exclusive mode")
+            outbox.conn.execute("update relay.deferred set retry_at = now()")
+            wait_until(lambda: bool(outbox.column(WAITS)))
+            outbox.conn.execute("select relay.cancel(%s)", (id,))
+            assert not deferred(outbox)
+        publish(outbox, 1, "order.placed")
+        outbox.wait_delivered("hook")
+    assert tenants.got("a") == tenants.got("b") == ["order.placed"]
+    assert outbox.column("select outcome from relay.cancellations where sink = 'hook'") == [
+        "in doubt"
+    ]
 
 
 def test_what_waits_goes_to_a_new_url_and_not_to_an_endpoint_that_is_gone(
