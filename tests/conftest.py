@@ -199,6 +199,15 @@ def outbox(copied: Copied) -> Iterator[Outbox]:
         yield outbox
 
 
+@pytest.fixture
+def narrow(server: Server, outbox: Outbox) -> Iterator[str]:
+    """The DSN of a target whose encoding lacks most characters."""
+    name = f"{outbox.slot}_narrow"
+    options = "encoding 'LATIN1' lc_collate 'C' lc_ctype 'C' template template0"
+    yield server.create_database(name, options)
+    server.drop_database(name)
+
+
 @pytest.fixture(scope="session")
 def event_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the event log of the Spark session that all tests share."""

@@ -19,8 +19,8 @@ from relay.config.handlers import DeliveryHandler, HttpHandler
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.model.events import INSERTED_BY
-from relay.model.transactions import Undecoded, text
-from relay.pipeline.deferral import DeferralRules
+from relay.model.transactions import Transactions, Undecoded, text
+from relay.pipeline.deferral import DeferralRules, to_defer
 from relay.pipeline.routing import BatchRouter, chosen_part
 from relay.source.outbox.rows import OutboxRows, prepare_reading
 from relay.source.outbox.search import EventSearch, SearchedOutbox
@@ -39,12 +39,22 @@ _PAGE = 1_000
 class Resend:
     """Events of the outbox that are to be delivered to a sink again, by their ids as PostgreSQL prints them.
 
-    Of several endpoints of their hosts, they go to `endpoint` alone; None: to each that takes them.
+    Of several endpoints of their hosts, they go to `endpoint` alone; None: to each that takes them. Those that are
+    `named` are resent all or none; of a selection, those are left out that are not to be delivered now.
     """
 
     sink: str
     ids: Sequence[str]
-    endpoint: str | None = None
+    endpoint: str | None
+    named: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Resent:
+    """How many deliveries there are, and how many events none has: they are for later, or cancelled."""
+
+    deliveries: int
+    left_out: int
 
 
 def plan(
@@ -71,13 +81,14 @@ def plan(
         raise ConfigurationError(
             f"more than {MOST:,} events are selected: select fewer, or move the sink with `relay sink seek {sink}`"
         )
-    return Resend(sink, found, endpoint)
+    return Resend(sink, found, endpoint, named=bool(ids))
 
 
-def resend(settings: Settings, planned: Resend, reason: str | None) -> int:
-    """Have events delivered again, all or none; returns in how many deliveries.
+def resend(settings: Settings, planned: Resend, reason: str | None) -> Resent:
+    """Have events delivered again.
 
-    Raises ConfigurationError if today's routes do not lead one of them to the sink.
+    Raises ConfigurationError if today's routes do not lead one of them to the sink, or a named one is not to be
+    delivered now; nothing is resent then.
     """
     sink, group = planned.sink, settings.group
     with (
@@ -88,15 +99,22 @@ def resend(settings: Settings, planned: Resend, reason: str | None) -> int:
         require_begun(target, settings, sink)
         with target.cursor(row_factory=scalar_row) as cursor:
             by = cursor.execute(f"select {actions.WHO}").fetchone()
-        parts = _Parts(settings, planned, str(by))
+        parts = _Parts(settings, planned, str(by), target)
         deferred.defer(target, group, parts.read(source), sink)
         if parts.left:
             raise ConfigurationError(
                 f"the event {min(parts.left)!r} is not routed to handlers.{sink}, or is gone: it cannot be resent"
             )
-        detail = {"events": len(planned.ids), "deliveries": parts.count, "first": planned.ids[:10]}
-        actions.record(target, group, sink, "sink resend", reason, detail)
-    return parts.count
+        if parts.withheld and planned.named:
+            raise ConfigurationError(
+                f"the event {min(parts.withheld)!r} is for later, or cancelled: it cannot be resent; `relay event` "
+                "tells its state"
+            )
+        resent = [each for each in planned.ids if each not in parts.withheld]
+        if resent:
+            detail = {"events": len(resent), "deliveries": parts.count, "first": resent[:10]}
+            actions.record(target, group, sink, "sink resend", reason, detail)
+    return Resent(parts.count, len(parts.withheld))
 
 
 def _require_delivering(settings: Settings, sink: str) -> None:
@@ -161,14 +179,19 @@ class _Located(OutboxRows):
 
 
 class _Parts:
-    """The parts of transactions that are resent: of each only the wanted events. `left` are those not found yet."""
+    """The parts of transactions that are resent: of each only the wanted events.
 
-    def __init__(self, settings: Settings, planned: Resend, by: str) -> None:
+    `left` are the ids that are not found yet, `withheld` those of events that are for later, or cancelled.
+    """
+
+    def __init__(self, settings: Settings, planned: Resend, by: str, target: Connection) -> None:
         self._located = _Located(settings)
         self._router = BatchRouter(settings)
         self._rules = DeferralRules(settings, self._router)
         self._sink, self._endpoint, self._by = planned.sink, planned.endpoint, by
+        self._target = target
         self.left = set(planned.ids)
+        self.withheld = set[str]()
         self.count = 0
 
     def read(self, source: Connection) -> Iterator[tuple[Undecoded, Deferral]]:
@@ -183,6 +206,8 @@ class _Parts:
                     ids = [
                         "" if value is None else text(value) for (value,) in routed.values(("id",))
                     ]
+                    self.withheld |= self._withheld(routed.transactions, ids) & self.left
+                    self.left.difference_update(self.withheld)
                     part = chosen_part(routed.transactions, [each in self.left for each in ids])
                     self.left.difference_update(ids)
                     for index in range(len(part)):
@@ -197,3 +222,14 @@ class _Parts:
                                 resent_by=self._by,
                             ),
                         )
+
+    def _withheld(self, transactions: Transactions, ids: Sequence[str]) -> set[str]:
+        """Those of the events that are deferred until their time, and those that somebody has cancelled."""
+        times = self._router.delivery_times(transactions)
+        later = to_defer(self._target, self._router, transactions, times)
+        of = np.repeat(np.arange(len(transactions)), transactions.facts["events"]).tolist()
+        keys = {number: [deferred.event_key(each)] for number, each in enumerate(ids)}
+        cancelled = deferred.cancelled(self._target, keys)
+        return {
+            each for number, each in enumerate(ids) if number in cancelled or of[number] in later
+        }

@@ -163,8 +163,12 @@ def sink_resend(
     print(f"{counted(len(planned.ids), 'event', 'events')} to be delivered to {name} again")
     if planned.ids:
         approve(yes)
-        deliveries = resend.resend(settings, planned, reason)
-        print(f"{counted(deliveries, 'delivery', 'deliveries')} queued")
+        resent = resend.resend(settings, planned, reason)
+        print(f"{counted(resent.deliveries, 'delivery', 'deliveries')} queued")
+        if resent.left_out:
+            print(
+                f"{counted(resent.left_out, 'event', 'events')} left out: for later, or cancelled"
+            )
 
 
 @sink.command("drop")

@@ -328,7 +328,7 @@ class GroupView:
         """Have a sink get events again; return in how many deliveries."""
         with acting(by):
             planned = resend.plan(self._settings, name, ids, wanted)
-            return resend.resend(self._settings, planned, reason)
+            return resend.resend(self._settings, planned, reason).deliveries
 
     def drop_sink(self, name: str, by: str, reason: str) -> int:
         """Forget a sink that is no longer configured; return how many deferred transactions are deleted with it."""

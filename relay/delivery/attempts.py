@@ -86,8 +86,8 @@ class AttemptLog:
         return taken
 
     def give_back(self, taken: Sequence[Ended]) -> None:
-        """Store again what `take` has returned: it was not stored."""
-        self._unstored.extendleft(reversed(taken))
+        """Keep what `take` has returned, which was not stored, until the next `take`."""
+        self._unstored = deque([*taken, *self._unstored], _MOST_UNSTORED)
 
     def write(self, conn: Connection, group: str, sink: str, taken: Sequence[Ended]) -> None:
         """Store attempts in the current database transaction. Safe in any thread; raises psycopg.Error."""

@@ -53,8 +53,8 @@ class Unsettled:
     """A transaction, or a sink's part of one, and what became of it.
 
     `rows` are stored if it is deferred, `events` if it is dead-lettered. `due` is its row if it was deferred before. A
-    new one that is deferred gets the ordering `keys`. Of several endpoints it concerns `endpoint` alone, as a part of the
-    row `part_of` if that is divided here: it is stored only where that row still exists, since it may be cancelled.
+    new one that is deferred gets the ordering `keys`. Of several endpoints it concerns `endpoint` alone, as a part of
+    the row `part_of` if that is divided here: it is stored only where that row still exists, since it may be cancelled.
     """
 
     rows: Undecoded

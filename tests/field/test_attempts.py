@@ -43,9 +43,9 @@ def hooked(
         yield settings, webhook
 
 
-def publish(outbox: Outbox, number: int = 1, event_type: str = "order.placed") -> str:
+def publish(outbox: Outbox, number: int = 1, event_type: str = "order.placed", **more: Any) -> str:
     """Publish one event; returns its id."""
-    transaction = outbox.publish(host(number), event(event_type=event_type))
+    transaction = outbox.publish(host(number), event(event_type=event_type, **more))
     return str(
         outbox.value("select id from outbox_message_t where transaction_id = %s", (transaction,))
     )
@@ -53,9 +53,8 @@ def publish(outbox: Outbox, number: int = 1, event_type: str = "order.placed") -
 
 def send_again(settings: Settings, *ids: str, **search: Any) -> int:
     """Resend events by their ids or a search; returns in how many deliveries."""
-    return resend.resend(
-        settings, resend.plan(settings, "hook", ids, EventSearch(**search)), "asked for"
-    )
+    planned = resend.plan(settings, "hook", ids, EventSearch(**search))
+    return resend.resend(settings, planned, "asked for").deliveries
 
 
 def of(webhook: Webhook, number: str) -> list[Request]:
@@ -170,6 +169,28 @@ def test_what_cannot_be_resent_is_refused_as_a_whole(outbox: Outbox) -> None:
             resend.plan(written, "hook", [number], EventSearch())
     assert outbox.value("select count(*) from relay.deferred") == 0
     assert outbox.value("select count(*) from relay.actions") == 0
+
+
+def test_what_is_for_later_or_cancelled_is_not_delivered_by_a_resend(outbox: Outbox) -> None:
+    """One that was cancelled was delivered once the cancellation was forgotten, others before their time."""
+    with hooked(outbox) as (settings, webhook):
+        later = publish(outbox, event_type="order.later", deliver_at="2999-01-01")
+        cancelled = publish(outbox, event_type="order.cancelled", deliver_at="2001-01-01")
+        outbox.conn.execute("select relay.cancel(%s)", (cancelled,))
+        for each in (later, cancelled):
+            with pytest.raises(ConfigurationError, match="is for later, or cancelled"):
+                send_again(settings, each)
+        assert send_again(settings, host_id=str(host(1))) == 0
+        assert outbox.value("select count(*) from relay.actions where action = 'sink resend'") == 0
+        placed = publish(outbox)
+        with relaying(settings):
+            wait_until(lambda: len(of(webhook, placed)) == 1)
+            planned = resend.plan(settings, "hook", (), EventSearch(host_id=str(host(1))))
+            assert resend.resend(settings, planned, None) == resend.Resent(1, left_out=2)
+            wait_until(lambda: len(of(webhook, placed)) == 2)
+    assert {each.event["id"] for each in webhook.requests} == {placed}
+    (action,) = actions.recent(outbox.conn, settings.group, 10, "hook")
+    assert action.detail == {"events": 1, "deliveries": 1, "first": [placed]}
 
 
 async def insert(delivery: Delivery) -> None:

@@ -94,7 +94,9 @@ def test_an_error_ends_the_process_although_a_handler_hangs(outbox: Outbox, tmp_
     (end,) = (each for each in lines if "took longer than shutdown_timeout" in each["message"])
     assert end["waits_for"] == "applies a batch: handler projection"
     (error,) = (each for each in lines if each["message"] == "ended by an error")
-    assert error["fault"].startswith("handlers.projection.callable: the function ended the database")
+    assert error["fault"].startswith(
+        "handlers.projection.callable: the function ended the database"
+    )
 
 
 def test_an_end_that_waits_for_a_lock_names_it(outbox: Outbox, tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from relay.faults import asked_of, describe
 from relay.sinks import Rejected, Undelivered
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.packages import install
-from tests.postgres import Server
 from tests.unit.test_sink_types import MODULE, site  # noqa: F401
 
 
@@ -144,7 +143,7 @@ def test_a_handler_is_stopped_by_faults_whose_text_no_table_takes(
 )
 def test_a_target_takes_what_its_encoding_lacks(
     outbox: Outbox,
-    server: Server,
+    narrow: str,
     site: Path,  # noqa: F811
     handler: dict[str, Any],
     queries: list[str],
@@ -161,19 +160,14 @@ def test_a_target_takes_what_its_encoding_lacks(
         "routes": [{"handlers": ["out"]}],
         "dead_letters": {"brake": 1},
     }
-    name = f"{outbox.slot}_latin"
-    server.create_database(name, "template template0 encoding 'LATIN1' locale 'C'")
-    try:
-        with Outbox(server.dsn(name)) as target:
-            settings = outbox.settings(target={"dsn": target.relay_dsn}, **config)
-            outbox.install_again(settings)
-            with relaying(settings):
-                for number in range(3):
-                    outbox.publish(host(number), event(number))
-                for query in queries:
-                    wait_until(partial(target.value, query))
-    finally:
-        server.drop_database(name)
+    with Outbox(narrow) as target:
+        settings = outbox.settings(target={"dsn": target.relay_dsn}, **config)
+        outbox.install_again(settings)
+        with relaying(settings):
+            for number in range(3):
+                outbox.publish(host(number), event(number))
+            for query in queries:
+                wait_until(partial(target.value, query))
 
 
 def fails(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:

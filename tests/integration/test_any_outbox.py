@@ -22,7 +22,6 @@ from relay.spark.session import Session
 from relay.store.connections import connect
 from relay.store.dead_letters.selection import DeadLetterSelection
 from tests.outbox import Outbox, event, initialise, relaying, wait_until
-from tests.postgres import Server
 from tests.process import relay
 from tests.webhook import Answer, Webhook
 
@@ -373,15 +372,6 @@ def test_a_transaction_id_too_long_for_a_btree(
         wait_until(lambda: outbox.value("select count(*) from seen") == 1)
     assert outbox.column("select transaction_id from relay.dead_letter_queue") == [unit]
     assert outbox.value("select count(*) from relay.suspects") == 0
-
-
-@pytest.fixture
-def narrow(server: Server, outbox: Outbox) -> Iterator[str]:
-    """The DSN of a target whose encoding lacks most characters."""
-    name = f"{outbox.slot}_narrow"
-    options = "encoding 'LATIN1' lc_collate 'C' lc_ctype 'C' template template0"
-    yield server.create_database(name, options)
-    server.drop_database(name)
 
 
 def test_keys_that_the_target_cannot_spell_are_held_in_order(

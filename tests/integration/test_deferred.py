@@ -17,6 +17,7 @@ from relay.admin import sinks
 from relay.admin.dead_letters import DeadLetters
 from relay.cli.app import app
 from relay.faults import ConfigurationError, Rejected, RelayError
+from relay.model.keys import of_endpoint
 from relay.model.transactions import Rows, Undecoded
 from relay.pipeline.apply import Applier
 from relay.pipeline.routing import BatchRouter
@@ -116,6 +117,17 @@ def test_what_is_deferred_comes_back_as_it_was(outbox: Outbox) -> None:
     ]
     found = deferred_due.transactions(outbox.conn, [first, second], 1_000_000, None)
     assert [output(each) for each in found] == [output(one), output(one)]
+
+
+def test_keys_are_found_as_they_were_asked_for(outbox: Outbox, narrow: str) -> None:
+    """Also those at single endpoints, where the target cannot spell them."""
+    asked = ["a 🚚", "b 🚚", "c"]
+    with Outbox(narrow) as target:
+        target.install()
+        held = [frozenset({"a 🚚"}), of_endpoint(["b 🚚"], "one"), of_endpoint(["c"], "two")]
+        defer(target.conn, *map(Deferral, held))
+        found = deferred.held(target.conn, "default", "", asked)
+    assert found == frozenset[str]().union(*held)
 
 
 def test_large_transactions_come_back_from_portions(

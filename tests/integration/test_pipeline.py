@@ -18,7 +18,6 @@ from relay.handlers import relation
 from relay.handlers import sql as handlers_sql
 from relay.spark.session import Session
 from tests.outbox import PROJECTION, Outbox, event, host, relaying, wait_until
-from tests.postgres import Server
 
 
 def dead(outbox: Outbox) -> list[tuple[object, ...]]:
@@ -289,24 +288,19 @@ def test_redelivery_is_recognised(outbox: Outbox, engine: str, session: Session 
 
 
 def test_a_dead_letter_is_kept_even_where_the_target_cannot_hold_its_text(
-    outbox: Outbox, server: Server, engine: str, session: Session | None
+    outbox: Outbox, narrow: str, engine: str, session: Session | None
 ) -> None:
-    name = f"{outbox.slot}_latin"
-    server.create_database(name, "template template0 encoding 'LATIN1' locale 'C'")
-    try:
-        with Outbox(server.dsn(name)) as target:
-            target.conn.execute(PROJECTION)
-            settings = outbox.settings(engine, target={"dsn": target.relay_dsn})
-            outbox.install_again(settings)
-            bad = outbox.publish(host(1), event("🚚", aggregate_id="né 🚚"))
-            outbox.publish(host(1), event(1))
-            outbox.drain(settings, session)
-            assert target.column("select amount from projection") == [1]
-            ((transaction, handler, _, payload),) = dead(target)
-            assert (transaction, handler) == (bad, "projection")
-            assert "\\U0001f69a" in str(payload)
-    finally:
-        server.drop_database(name)
+    with Outbox(narrow) as target:
+        target.conn.execute(PROJECTION)
+        settings = outbox.settings(engine, target={"dsn": target.relay_dsn})
+        outbox.install_again(settings)
+        bad = outbox.publish(host(1), event("🚚", aggregate_id="né 🚚"))
+        outbox.publish(host(1), event(1))
+        outbox.drain(settings, session)
+        assert target.column("select amount from projection") == [1]
+        ((transaction, handler, _, payload),) = dead(target)
+        assert (transaction, handler) == (bad, "projection")
+        assert "\\U0001f69a" in str(payload)
 
 
 AWKWARD = [

@@ -23,6 +23,7 @@ from struct import Struct
 from psycopg.rows import scalar_row, tuple_row
 
 from relay.model.events import Decoder, Events, Tuples, microseconds
+from relay.model.keys import at_any
 from relay.model.transactions import Rows, Undecoded
 from relay.store import literals, locks
 from relay.store.connections import Connection
@@ -87,7 +88,10 @@ def held(conn: Connection, group: str, sink: str, keys: Collection[str]) -> set[
             {"group": group, "sink": sink, "asked": literals.of_texts(asked)},
             prepare=False,
         )
-        return {asked.get(key, key) for key in cursor}
+        # As they were asked for: those that are stored have escapes for what the encoding lacks.
+        return {
+            key.replace(stored, asked[stored], 1) for key in cursor for stored in (at_any(key),)
+        }
 
 
 def any_held(conn: Connection, group: str, sink: str) -> bool:
