@@ -20,7 +20,7 @@ _ID = re.compile(r"[0-9a-f]{16}")
 
 
 def listed(settings: Settings, sink: str | None = None, limit: int = 1_000) -> list[StoredEndpoint]:
-    """List the endpoints of a sink, or of all, that have failed for a minute or are disabled, the disabled ones first.
+    """List the endpoints of a sink, or of all, that have failed for a minute, are disabled or paused, these first.
 
     Raises ConfigurationError.
     """
@@ -50,7 +50,7 @@ def set_disabled(
         before = endpoints.find(target, settings.group, sink, id)
         if before is None and not (disabled and address is not None):
             raise ConfigurationError(
-                f"sink {sink} has no endpoint {id} that fails or is disabled: see `relay endpoint list {sink}`"
+                f"sink {sink} has no endpoint {id} that fails, is disabled or paused: see `relay endpoint list {sink}`"
                 + (", or give its URL" if disabled else "")
             )
         if disabled:

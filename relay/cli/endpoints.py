@@ -31,7 +31,7 @@ def endpoint_list(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List the endpoints that have failed for a minute or longer, or are disabled; at most 1,000."""
+    """List the endpoints that have failed for a minute or longer, are disabled or paused; at most 1,000."""
     from relay.admin.endpoints import listed
 
     found = listed(load(config), sink)
@@ -39,7 +39,7 @@ def endpoint_list(
         print(json.dumps([each.as_json() for each in found], indent=2))
         return
     if not found:
-        print("no endpoint has failed for a minute or is disabled", file=sys.stderr)
+        print("no endpoint has failed for a minute, is disabled or paused", file=sys.stderr)
         return
     print_table(
         ("sink", "endpoint", "state", "address", "host", "failing since", "disabled since", "why"),

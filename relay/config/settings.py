@@ -79,7 +79,8 @@ class TargetSettings(Section):
     """Where effects, dead letters and offsets are written."""
 
     dsn: Dsn | None = None
-    """The connection string of the database for effects, dead letters and offsets; null: that of the source."""
+    """The connection string of the database for effects, dead letters and offsets; null: that of the source. Where
+    there is a Python handler, a session with temporary tables or prepared statements left in it is closed."""
     password: Secret | None = None
     """The password of the role in `dsn`; null: the one in `dsn`, if any."""
     synchronous_commit: Annotated[Literal["on", "off"], BeforeValidator(_switch)] = "on"

@@ -217,7 +217,7 @@ SERIES: Sequence[MetricFamily] = (
     ),
     _gauge(
         "relay_sink_endpoints",
-        "Endpoints that data choose which have failed for a minute or longer, or are disabled.",
+        "Endpoints that data choose which have failed for a minute or longer, are disabled or paused.",
         *("sink", "state"),
     ),
     _gauge(
