@@ -177,10 +177,11 @@ def with_sink(outbox: Outbox, folder: Path) -> Iterator[Replaced]:
 @contextmanager
 def with_endpoints(outbox: Outbox, folder: Path) -> Iterator[Replaced]:
     """A sink whose endpoints data choose; one is disabled, and nothing is dead of it yet."""
-    url = "https://hooks.example/{payload.hook}"
+    webhook = Webhook(lambda _headers, _body: Answer())
+    hook = {"type": "http", "url": webhook.url + "/{host_id}", "private_addresses": "allow"}
     outbox.config_file(
         folder / "relay.yaml",
-        handlers={"tenants": {"type": "http", "url": url}},
+        handlers={"tenants": hook},
         routes=[{"handlers": ["tenants"]}],
     )
     outbox.conn.execute(
@@ -189,7 +190,8 @@ def with_endpoints(outbox: Outbox, folder: Path) -> Iterator[Replaced]:
         values ('default', 'tenants', '6b1f0c9a2d3e4f50', 'https://hooks.example', 'HTTP 410', now())
         """
     )
-    yield {}
+    with webhook:
+        yield {}
 
 
 @contextmanager
