@@ -26,7 +26,7 @@ from relay.source.outbox.rows import OutboxRows, prepare_reading
 from relay.source.outbox.search import EventSearch, SearchedOutbox
 from relay.source.outbox.selection import Wanted
 from relay.source.outbox.table import OutboxTable
-from relay.store import actions, deferred, literals
+from relay.store import actions, deferred, literals, locks
 from relay.store.connections import Connection
 from relay.store.deferred import Deferral
 
@@ -96,6 +96,8 @@ def resend(settings: Settings, planned: Resend, reason: str | None) -> Resent:
         reach_source(settings) as source,
         target.transaction(),
     ):
+        # Nothing of a host is resent while it is erased.
+        locks.lock_in_transaction(target, locks.done(group))
         require_begun(target, settings, sink)
         with target.cursor(row_factory=scalar_row) as cursor:
             by = cursor.execute(f"select {actions.WHO}").fetchone()

@@ -69,6 +69,10 @@ def erase(
         _erase_from_target(target, settings.group, host, transactions, report)
     if has_table:
         report.removed["outbox"] = sum(_erase_from_outbox(settings, source, host, progress))
+        # What was read from the outbox meanwhile, such as for a resend.
+        with target.transaction():
+            locks.lock_in_transaction(target, locks.done(settings.group))
+            report.removed["deferred transactions"] += _erase_deferred(target, settings.group, host)
     if settings.source.owns_table:
         report.removed["subscribers"] = _erase_subscribers(source, host)
     report.left += _declared(settings, source, target, host)
@@ -263,10 +267,7 @@ def _erase_from_target(
         ).rowcount
         for table in ("queue_messages", "queue_done")
     )
-    report.removed["deferred transactions"] = target.execute(
-        "delete from relay.deferred where group_id = %(group)s and hosts = array[%(host)s::text]",
-        of,
-    ).rowcount
+    report.removed["deferred transactions"] = _erase_deferred(target, group, host)
     target.execute(
         """
         update relay.brakes set sample_transaction = null, sample_hosts = null, sample_exception = null
@@ -321,6 +322,12 @@ def _erase_from_target(
         of,
     ):
         report.left.append(f"the batch that {sink} writes now: run this again when it is written")
+
+
+def _erase_deferred(target: Connection, group: str, host: str) -> int:
+    return target.execute(
+        "delete from relay.deferred where group_id = %s and hosts = array[%s::text]", (group, host)
+    ).rowcount
 
 
 def _erase_from_outbox(

@@ -84,7 +84,7 @@ def queue_fills(group: str) -> Key:
 
 
 def done(group: str) -> Key:
-    """The key of the done messages of a group's queues."""
+    """The key of what an erasure removes from a group's target, such as done messages of queues."""
     return Key(0x646F6E65, group)  # "done"
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+import psycopg
 import pytest
 from typer.testing import CliRunner
 
 from relay import Delivery
 from relay.admin import resend
 from relay.admin.events import find
+from relay.admin.retention import erase
 from relay.cli.app import app
 from relay.config.handlers import NatsHandler
 from relay.config.settings import Settings
@@ -191,6 +194,27 @@ def test_what_is_for_later_or_cancelled_is_not_delivered_by_a_resend(outbox: Out
     assert {each.event["id"] for each in webhook.requests} == {placed}
     (action,) = actions.recent(outbox.conn, settings.group, 10, "hook")
     assert action.detail == {"events": 1, "deliveries": 1, "first": [placed]}
+
+
+def test_what_is_resent_while_its_host_is_erased_is_erased(outbox: Outbox) -> None:
+    with hooked(outbox) as (settings, webhook):
+        with relaying(settings):
+            number = publish(outbox)
+            outbox.wait_delivered("hook")
+            outbox.wait_compared()
+        arguments = (settings, str(host(1)), True, outbox.installer_dsn)
+        waits = (
+            "select 1 from pg_locks where relation = 'outbox_message_t'::regclass and not granted"
+        )
+        with psycopg.connect(outbox.superuser_dsn) as holder, ThreadPoolExecutor(1) as pool:
+            holder.execute("lock table public.outbox_message_t in share mode")
+            erased = pool.submit(erase, *arguments)
+            wait_until(lambda: erased.done() or bool(outbox.column(waits)))
+            assert send_again(settings, number) == 1
+            holder.commit()
+            assert erased.result(60).removed["deferred transactions"] == 1
+    assert outbox.value("select count(*) from relay.deferred") == 0
+    assert len(of(webhook, number)) == 1
 
 
 async def insert(delivery: Delivery) -> None:
