@@ -66,6 +66,7 @@ _SHARE_MUCH = tuple(
 """Modules whose tests share what takes long to set up."""
 _NEED_SPARK = (
     "spark",
+    "bad_rows",
     "frozen_executors",
     "frozen_sinks",
     "lake_values",

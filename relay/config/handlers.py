@@ -269,6 +269,9 @@ class SparkHandler(SinkHandler):
     """The seconds after which a batch begins that is not full."""
     mode: Alike[Literal["append", "upsert"]] = "append"
     """Delta and Iceberg: `append` writes each event as a row; `upsert` keeps the newest event of each `key`."""
+    on_bad_row: Alike[Literal["dead_letter", "stop"]] = "dead_letter"
+    """What becomes of events with which `sql` or `transform` fails: their commit is a dead letter of the sink, and the
+    others are written, or the sink stops."""
     key: Alike[list[str]] = Field(default_factory=list)
     """With `mode: upsert`: the columns that identify a row."""
     deletes: Alike[Annotated[str, Field(min_length=1)] | None] = None

@@ -59,6 +59,9 @@ _KNOWN_WORDS = (
     "unable to open database file",
 )
 """What stores say that holds no value."""
+_DATA_EXCEPTION, _RAISED, _OF_PYTHON = "22", "P0001", "38000"
+"""SQLSTATEs of Spark: the class of data exceptions, `raise_error`, and an exception of a Python worker."""
+_OF_VALUES = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError)
 _UNREADABLE_FILE = "FAILED_READ_FILE"
 """The error condition of a file that Spark cannot read."""
 _METADATA_SERVICE = "169.254.169.254"
@@ -89,6 +92,28 @@ def safe_description(error: BaseException, quoted: bool = True) -> str:
         with suppress(Exception):
             reason = _reason(str(error))
     return f"{text}: {reason}" if reason else text
+
+
+def is_of_row(error: BaseException) -> bool:
+    """Whether Spark, or a function that it calls, has refused what a row has, as a cast does; an outage never does."""
+    found = ""
+    thrown: Any = getattr(error, "java_exception", error)
+    with suppress(Exception):
+        found = str(thrown.getSqlState())
+    if found != _OF_PYTHON:
+        return found[:2] == _DATA_EXCEPTION or found == _RAISED
+    match = _IN_WORKER.search(str(error))
+    kind = getattr(builtins, match["kind"].rstrip("."), None) if match else None
+    return isinstance(kind, type) and issubclass(kind, _OF_VALUES)
+
+
+def row_description(error: BaseException, quoted: bool = True) -> str:
+    """The same of what a row was refused with; with `quoted` also the part of the query that has failed."""
+    parts = [safe_description(error, quoted)]
+    if quoted:
+        with suppress(Exception):
+            parts += [f"in {each.fragment()}" for each in error.getQueryContext()[:1]]  # type: ignore[attr-defined]
+    return ": ".join(parts)
 
 
 def _is_of_store(kind: type[BaseException]) -> bool:

@@ -34,6 +34,7 @@ from relay.store.completeness import Completeness, Moments
 from relay.store.connections import Connection
 from relay.store.deferred import Deferral, cancelled, event_key, has_requests, ids_of
 from relay.store.deferred import due as deferred_due
+from relay.store.deferred.due import DueTransaction
 from relay.store.positions import spark_batches
 from relay.store.positions.sinks import BEFORE_FIRST, SinkState
 from relay.store.positions.spark_batches import Contents
@@ -48,7 +49,7 @@ class PendingBatch:
     """
 
     contents: Contents
-    due: list[deferred_due.DueTransaction]
+    due: list[DueTransaction]
     is_full: bool
     moves: bool
     complete: Completeness
@@ -154,7 +155,7 @@ _REPLAYED_BYTES = 64 * 1024 * 1024
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
-def _due(conn: Connection, settings: Settings, sink: str) -> list[deferred_due.DueTransaction]:
+def _due(conn: Connection, settings: Settings, sink: str) -> list[DueTransaction]:
     """The due transactions that belong in the next batch, of one table layout. Raises psycopg.Error."""
     due = deferred_due.heads(conn, settings.group, sink, _REPLAYS, _REPLAYED_BYTES)
     return next(deferred_due.runs(due), [])
@@ -163,13 +164,11 @@ def _due(conn: Connection, settings: Settings, sink: str) -> list[deferred_due.D
 def packed_events(
     conn: Connection,
     settings: Settings,
-    wanted: Sequence[deferred_due.DueTransaction],
+    wanted: Sequence[DueTransaction],
     host_buckets: int,
 ) -> bytes:
     """The events of deferred transactions, as an Arrow stream. Raises psycopg.Error."""
-    limits = settings.batch
-    transactions = deferred_due.transactions(conn, wanted, limits.max_bytes, limits.spool_directory)
-    routed = Routed(transactions, BatchRouter(settings).decoder(transactions.columns))
+    routed = deferred_part(conn, settings, wanted)
     events = [event for transaction in routed for event in transaction.events]
     hosts = {event.text("host_id") or "" for event in events}
     hashes = spark_batches.hashes(conn, sorted(hosts))
@@ -263,6 +262,37 @@ def cancelled_commits(
     return sorted(cancelled(target, ids))
 
 
+def commits(source: Connection, table: MappedTable, contents: Contents) -> list[int]:
+    """The commits of a batch, full xids; rows without c_xid, which are older than relay, are of none."""
+    if not contents.rows:
+        return []
+    rows = source.execute(
+        sql.SQL(
+            "select distinct {xid}::text::bigint from {table} where {rows} and {xid} is not null"
+        ).format(xid=XID, table=table.identifier, rows=frames.rows_of(table, contents)),
+        prepare=False,
+    )
+    return sorted(xid for (xid,) in rows)
+
+
+def parts(
+    source: Connection, settings: Settings, router: BatchRouter, sink: str, xids: Collection[int]
+) -> Iterator[Routed]:
+    """The parts of commits, full xids, that are routed to a sink. Raises as `OutboxRows.commits` does."""
+    share = Share((0,), len(xids), np.array(sorted(xids)), np.zeros(len(xids), np.int64))
+    for transactions, _ in Cursor(settings, lambda: nullcontext(source)).read([share], whole):
+        routed = router.route(transactions).parts.get(sink)
+        if routed is not None:
+            yield routed
+
+
+def deferred_part(conn: Connection, settings: Settings, due: Sequence[DueTransaction]) -> Routed:
+    """Deferred transactions of one table layout. Raises psycopg.Error."""
+    limits = settings.batch
+    transactions = deferred_due.transactions(conn, due, limits.max_bytes, limits.spool_directory)
+    return Routed(transactions, BatchRouter(settings).decoder(transactions.columns))
+
+
 def scheduled(
     source: Connection, settings: Settings, sink: str, xids: Collection[int]
 ) -> Iterator[tuple[Undecoded, Deferral]]:
@@ -272,11 +302,7 @@ def scheduled(
     """
     router = BatchRouter(settings)
     ordering = Ordering({sink: settings.handlers[sink]})
-    commits = Share((0,), len(xids), np.array(sorted(xids)), np.zeros(len(xids), np.int64))
-    for transactions, _ in Cursor(settings, lambda: nullcontext(source)).read([commits], whole):
-        routed = router.route(transactions).parts.get(sink)
-        if routed is None:
-            continue
+    for routed in parts(source, settings, router, sink, xids):
         times = router.delivery_times(routed.transactions)
         keys = ordering.delivery_keys(sink, routed)
         for index, rows in enumerate(routed.transactions):

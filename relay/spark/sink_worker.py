@@ -20,17 +20,19 @@ import psycopg
 
 from relay.config.handlers import SparkHandler
 from relay.config.settings import Settings
-from relay.faults import NotNow
+from relay.faults import NotNow, Rejected
 from relay.model.snapshots import full_xids
+from relay.pipeline.failure_limit import FailureLimit
 from relay.pipeline.listeners import Meter
+from relay.pipeline.settlement import Settlement
 from relay.retention import restoration
 from relay.runtime.parts import Condition, Due, Recurring
 from relay.runtime.retry import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS
 from relay.source.outbox.rows import prepare_reading
 from relay.source.witnesses import require_history
-from relay.spark import frames, sink_batches, upkeep
+from relay.spark import bad_rows, frames, sink_batches, upkeep
 from relay.spark.batch_watch import BatchWatch
-from relay.spark.descriptions import safe_description
+from relay.spark.descriptions import is_of_row, row_description, safe_description
 from relay.spark.frames import Transform
 from relay.spark.reading import MappedTable
 from relay.spark.session import Session, close_client, own_session
@@ -44,9 +46,10 @@ from relay.spark.writers import (
     require_last,
     writer,
 )
-from relay.store import completeness, dead_letters, deferred
+from relay.store import brakes, completeness, dead_letters, deferred
 from relay.store.completeness import Completeness, Moments
 from relay.store.connections import Connection, connect
+from relay.store.deferred import due as deferred_due
 from relay.store.deferred.due import DueTransaction
 from relay.store.positions import sinks, spark_batches
 from relay.store.positions.sinks import (
@@ -119,6 +122,7 @@ class SparkWorker(Recurring):
         self._looked = -math.inf
         self._is_known_archive = False
         self._watch = BatchWatch(name, settings)
+        self._refused = "", ""
 
     def claim(self) -> None:
         """Try to claim the sink now: another process may have released it."""
@@ -412,6 +416,13 @@ class SparkWorker(Recurring):
                 self._claim.conn, self._settings.group, self._name, batch.id, configured
             )
             return
+        except Exception as error:
+            if not self._is_of_rows(batch, error):
+                raise
+            with self._noticing_death(session), self._watch.during(session, batch.number):
+                if not self._put_aside(session, batch):
+                    raise
+            return
         finally:
             # py4j's references to objects of the JVM are in cycles.
             gc.collect(1)
@@ -425,6 +436,93 @@ class SparkWorker(Recurring):
             self._own_session(session),
             self._watch.during(session, batch.number),
         )
+
+    def _is_of_rows(self, batch: OpenBatch, error: Exception) -> bool:
+        """Whether a batch has failed for what its rows have. Raises NotNow where nothing can be put aside of it."""
+        if (
+            self._handler.on_bad_row == "stop"
+            or not (self._handler.sql or self._transform.has_function)
+            or batch.files is not None
+            or not is_of_row(error)
+        ):
+            return False
+        refused, fault = self._refused
+        if refused == batch.id:
+            raise NotNow(fault) from error
+        return True
+
+    def _put_aside(self, session: SparkSession, batch: OpenBatch) -> bool:
+        """Make dead letters of what the query or the function refuses, and give the batch up; False if that is nothing.
+
+        The next batch has the others. Raises NotNow where that would be too many, SinkMoved and psycopg.Error.
+        """
+        conn, source, group = self._claim.conn, self._connected(), self._settings.group
+        quoted = not self._transform.has_function
+        try:
+            found = self._refused_of(session, batch)
+        except bad_rows.TooMany as error:
+            fault = row_description(error.__cause__ or error, quoted)
+            raise self._at_fault(
+                batch,
+                f"handlers.{self._name}: more than {bad_rows.MOST} commits of a batch fail with {fault}: mend the "
+                "query or the function, and restart",
+            ) from error
+        if not found:
+            return False
+        state = self._load()
+        if state.epoch != batch.epoch:
+            raise SinkMoved
+        faults = [
+            (item, Rejected(row_description(error, quoted), detail=str(error)))
+            for item, error in found
+        ]
+        limit = FailureLimit(self._settings.brakes, state.streaks)
+        if any(limit.stops(self._name, fault) for _, fault in faults):
+            raise self._at_fault(batch, limit.explain(self._name))
+        unsettled = list(bad_rows.dead_letters(source, conn, self._settings, self._name, faults))
+        with conn.transaction():
+            dead = Settlement(self._settings, self._name).store(conn, unsettled)
+            commits = [item for item, _ in found if isinstance(item, int)]
+            sinks.add_done(conn, group, {self._name: commits})
+            brakes.store(conn, group, self._name, limit.streak(self._name))
+            if not spark_batches.end(conn, group, self._name, batch.id):
+                raise SinkMoved
+        for letter in dead:
+            log.warning("dead letter", extra=letter.fields)
+        self._meter.stored(self._name, 0, dead)
+        return True
+
+    def _refused_of(
+        self, session: SparkSession, batch: OpenBatch
+    ) -> list[tuple[bad_rows.Item, Exception]]:
+        """What of a batch the query or the function refuses, each with its fault. Raises every other fault."""
+        conn, contents = self._claim.conn, batch.contents
+        items: list[bad_rows.Item] = [
+            *sink_batches.commits(self._connected(), self._table, contents),
+            *deferred_due.of_ids(conn, contents.deferred),
+        ]
+
+        def fault_of(wanted: Sequence[bad_rows.Item]) -> Exception | None:
+            if self.stopping.is_set():
+                raise NotNow("stopping")
+            part = bad_rows.part_of(
+                conn, self._settings, contents, items, wanted, batch.host_buckets
+            )
+            try:
+                frame = self._frame(session, replace(batch, contents=part))
+                frame.write.format("noop").mode("overwrite").save()
+            except Exception as error:
+                if is_of_row(error):
+                    return error
+                raise
+            return None
+
+        return bad_rows.find(items, fault_of)
+
+    def _at_fault(self, batch: OpenBatch, fault: str) -> NotNow:
+        """The fault of a batch whose rows are not looked at again by this process."""
+        self._refused = batch.id, fault
+        return NotNow(fault)
 
     @contextmanager
     def _noticing_death(self, session: SparkSession | None) -> Iterator[None]:
@@ -551,6 +649,8 @@ class SparkWorker(Recurring):
             self._store(state, batch.contents)
             if not spark_batches.end(conn, group, self._name, batch.id, written):
                 raise SinkMoved
+            if self._name in state.streaks:
+                brakes.forget(conn, group, self._name)
             if retried:
                 replayed = spark_batches.dead_transactions(conn, retried)
                 dead_letters.mark(conn, group, replayed, "replayed", "replayed")

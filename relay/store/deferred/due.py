@@ -193,6 +193,15 @@ def stored(conn: Connection, group: str, sink: str, after: int, limit: int) -> l
     return list(takewhile(lambda each: each.columns == rows[0].columns, rows))
 
 
+def of_ids(conn: Connection, ids: Collection[int]) -> list[DueTransaction]:
+    """Return the transactions with some ids that are still deferred, due or not, in the order of ids."""
+    query = sql.SQL(
+        "select {} from relay.deferred as d where d.id = any(%s::bigint[]) order by d.id"
+    ).format(DUE_COLUMNS)
+    with conn.cursor(row_factory=class_row(DueTransaction)) as cursor:
+        return cursor.execute(query, (literals.of_numbers(ids),), prepare=False).fetchall()
+
+
 class _Candidate(NamedTuple):
     """A transaction that may be due. `earlier` is, for each of its keys, the last row before it that holds that key.
 
