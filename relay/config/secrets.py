@@ -7,6 +7,7 @@ the one that an executor got before.
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import pickle
@@ -314,6 +315,21 @@ def pickled_without(value: Any) -> bytes:
     pickled = io.BytesIO()
     _WithoutTexts(pickled).dump(value)
     return pickled.getvalue()
+
+
+def read(key: str, secret: SecretStr) -> str:
+    """The text of a secret for a new connection. Raises SecretUnavailable, whose message names the key."""
+    try:
+        return secret.get_secret_value()
+    except SecretUnavailable as error:
+        raise SecretUnavailable(f"{key}: {error}") from None
+
+
+async def read_aside(key: str, secret: SecretStr) -> str:
+    """Do what `read` does in an event loop, which goes on while a function of the user's is called."""
+    if isinstance(secret, CallSecret):
+        return await asyncio.to_thread(read, key, secret)
+    return read(key, secret)
 
 
 def recent(secret: SecretStr) -> str:

@@ -23,8 +23,8 @@ from nats.js.errors import NotFoundError
 from relay.config.intake import NatsSource
 from relay.faults import ConfigurationError, Undelivered
 from relay.intake.consuming import FETCH_MESSAGES, FETCH_SECONDS, Taken
-from relay.sinks.credentials import Certificates
 from relay.sinks.nats import NoTls, SecureClient, connect
+from relay.sinks.tls import Certificates
 
 _CLOSING_SECONDS = 2.0
 _OVER = ("404", "408")

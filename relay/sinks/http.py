@@ -43,7 +43,6 @@ from relay.faults import (
 from relay.model import trace_context
 from relay.model.events import Event, Transaction
 from relay.sinks import ANSWER, Target, cloudevents
-from relay.sinks.credentials import Certificates, is_refusal
 from relay.sinks.egress import EgressGuard, refused_address
 from relay.sinks.http_connections import (
     READ_BYTES,
@@ -54,6 +53,7 @@ from relay.sinks.http_connections import (
     Resolver,
     Response,
 )
+from relay.sinks.tls import Certificates, is_refusal
 
 log = logging.getLogger(__name__)
 

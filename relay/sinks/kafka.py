@@ -20,7 +20,7 @@ from confluent_kafka import Message as Delivered
 from pydantic import SecretStr
 
 from relay.config.handlers import KafkaHandler, KafkaServers
-from relay.config.secrets import CallSecret, file_mark, known_text, marks
+from relay.config.secrets import CallSecret, file_mark, known_text, marks, read
 from relay.faults import (
     ConfigurationError,
     Rejected,
@@ -30,7 +30,6 @@ from relay.faults import (
 )
 from relay.runtime.threads import Thread
 from relay.sinks.brokers import Message, Publishing, Sending, SendWindow
-from relay.sinks.credentials import read
 
 _OF_BATCH = frozenset(
     {

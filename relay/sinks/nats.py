@@ -21,10 +21,11 @@ from nats.aio.msg import Msg
 from nats.errors import BadSubjectError, ConnectionClosedError, Error, MaxPayloadError
 
 from relay.config.handlers import NatsHandler, NatsServers
+from relay.config.secrets import read_aside
 from relay.faults import Rejected, Unauthorized, Undelivered
 from relay.sinks import cloudevents
 from relay.sinks.brokers import Message, Publishing, Sending, SendWindow, Shared, Unanswered
-from relay.sinks.credentials import Certificates, is_refusal, read_aside
+from relay.sinks.tls import Certificates, is_refusal
 
 _TOO_LARGE = 10054
 """The error code of JetStream for a message that is larger than the stream accepts."""

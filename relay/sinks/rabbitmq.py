@@ -27,7 +27,7 @@ from pika.exceptions import (
 from pydantic import SecretStr
 
 from relay.config.handlers import RabbitmqHandler
-from relay.config.secrets import known_text
+from relay.config.secrets import known_text, read_aside
 from relay.faults import (
     ConfigurationError,
     Rejected,
@@ -36,7 +36,7 @@ from relay.faults import (
     Undelivered,
 )
 from relay.sinks.brokers import Message, Publishing, Sending, SendWindow, Shared, Unanswered
-from relay.sinks.credentials import is_refusal, read_aside
+from relay.sinks.tls import is_refusal
 
 _REFUSED = frozenset({311, 406, 501})
 """Reply codes for a fault of the message: content too large, precondition failed, frame error."""

@@ -25,7 +25,7 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as ConnectionLost
 
 from relay.config.handlers import RedisHandler
-from relay.config.secrets import file_mark, known_text, marks
+from relay.config.secrets import file_mark, known_text, marks, read_aside
 from relay.faults import (
     ConfigurationError,
     Rejected,
@@ -34,7 +34,7 @@ from relay.faults import (
     Undelivered,
 )
 from relay.sinks.brokers import Message, Publishing
-from relay.sinks.credentials import is_refusal, read_aside
+from relay.sinks.tls import is_refusal
 
 _ELSEWHERE = (ReadOnlyError, ClusterDownError, MovedError, AskError)
 """Answers of a server that does not take writes, such as a demoted primary (MASTERDOWN is a ClusterDownError)."""

@@ -35,8 +35,8 @@ from relay.config.settings import Settings
 from relay.demo.embedded import free_port
 from relay.faults import ConfigurationError, NoCredentials, describe
 from relay.observe.server import listen
-from relay.sinks.credentials import Certificates
 from relay.sinks.http import Http
+from relay.sinks.tls import Certificates
 from relay.store import refusals
 from relay.store.connections import connect
 from tests import callables

@@ -1,4 +1,4 @@
-"""What sinks present, as it is now: the texts of secrets, and TLS contexts, which verify the server too.
+"""TLS contexts for connections to destinations and brokers, and whether a handshake has failed over a certificate.
 
 A context reads its files once, and certificates of days or hours are renewed in place, or behind a symbolic link.
 
@@ -7,16 +7,13 @@ Source: OpenSSL, SSL_CTX_use_certificate_chain_file(3).
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import ssl
 from collections.abc import Callable, Hashable
 
-from pydantic import SecretStr
-
 from relay.config.handlers import TlsSettings
-from relay.config.secrets import CallSecret, file_mark
-from relay.faults import ConfigurationError, SecretUnavailable
+from relay.config.secrets import file_mark
+from relay.faults import ConfigurationError
 
 log = logging.getLogger(__name__)
 
@@ -95,18 +92,3 @@ def is_refusal(error: BaseException) -> bool:
         or (isinstance(each, ssl.SSLError) and "ALERT" in (getattr(each, "reason", None) or ""))
         for each in causes
     )
-
-
-def read(key: str, secret: SecretStr) -> str:
-    """The text of a secret. Raises SecretUnavailable, whose message names the key."""
-    try:
-        return secret.get_secret_value()
-    except SecretUnavailable as error:
-        raise SecretUnavailable(f"{key}: {error}") from None
-
-
-async def read_aside(key: str, secret: SecretStr) -> str:
-    """The same in an event loop, which goes on while a function of the user's is called."""
-    if isinstance(secret, CallSecret):
-        return await asyncio.to_thread(read, key, secret)
-    return read(key, secret)
