@@ -11,13 +11,13 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from relay.client import sessions
 from relay.client.claimed_reader import ClaimedReader, logger
 from relay.client.errors import ReaderError, ReaderMoved, reader_error
 from relay.client.lanes import SharedLanes
-from relay.client.log_pages import LogCommit, LogTransaction, PagedLog
+from relay.client.log_pages import LogCommit, LogTransaction, PagedLog, PageMark
 from relay.client.log_session import ReaderSession
 from relay.client.outages import OutageLog
 from relay.model.events import Event
@@ -30,6 +30,8 @@ __all__ = [
     "Subscription",
     "subscribe",
 ]
+
+_Result = TypeVar("_Result")
 
 _SHORTEST_LIMIT = timedelta(minutes=5)
 _MOST_LANES = 256
@@ -66,8 +68,8 @@ class AsyncReadCommit(LogCommit):
 
         Raises what `ReadCommit` raises.
         """
-        log, loop = self.mark.log, asyncio.get_running_loop()
-        parameter = await loop.run_in_executor(log.executor, log.begin_commit, self.mark)
+        log = self.mark.log
+        parameter = await _in_thread(log, log.begin_commit, self.mark)
         yield
         try:
             await sessions.execute_async(session, _ADVANCE, json.dumps(parameter))
@@ -106,8 +108,17 @@ class AsyncReadTransaction(LogTransaction):
 
     async def done(self) -> None:
         """Move the reader past this transaction and those before it. Raises ReaderMoved and ReaderError."""
-        log = self.mark.log
-        await asyncio.get_running_loop().run_in_executor(log.executor, log.done, self.mark)
+        await _in_thread(self.mark.log, self.mark.log.done, self.mark)
+
+
+async def _in_thread(log: PagedLog, call: Callable[[PageMark], _Result], mark: PageMark) -> _Result:
+    """Run a method of the log in its reader's thread; where that has ended, in another, which raises that it has."""
+    loop = asyncio.get_running_loop()
+    try:
+        running = loop.run_in_executor(log.executor, call, mark)
+    except RuntimeError:
+        running = loop.run_in_executor(None, call, mark)
+    return await running
 
 
 def _translated(error: Exception, log: PagedLog) -> Exception:

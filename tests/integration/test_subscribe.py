@@ -35,10 +35,11 @@ from tests.outbox import Outbox, relaying, wait_until
 from tests.pgbouncer import pooled
 
 _HOST = uuid.uuid4()
-_END_READERS = """
-    select pg_terminate_backend(pid) from pg_stat_activity
+_READERS = """
+    select pid from pg_stat_activity
      where application_name = 'relay reader r' and datname = current_database()
 """
+_END_READERS = f"select pg_terminate_backend(pid) from ({_READERS}) as readers"
 
 
 def _publish(outbox: Outbox, *numbers: int, event_type: str = "order.placed") -> None:
@@ -140,6 +141,31 @@ def test_a_cancelled_task_leaves_the_reader(outbox: Outbox) -> None:
     asyncio.run(run())
     _publish(outbox, 1)
     assert [_numbers(each) for each in _take(_reader(outbox), 1)] == [[1]]
+
+
+def test_after_the_end_nothing_is_done_any_more(outbox: Outbox) -> None:
+    """A program that has ended its iteration is told so, and can tell it from a fault of its own."""
+    _publish(outbox, 1)
+    ended = r"reader r: its iteration has ended"
+    reader = iter(_reader(outbox))
+    kept = next(reader)
+    reader.close()  # type: ignore[attr-defined]
+    with pytest.raises(ReaderError, match=ended):
+        kept.done()
+
+    async def run() -> None:
+        awaiting = aiter(_reader(outbox))
+        left = await anext(awaiting)
+        await awaiting.aclose()  # type: ignore[attr-defined]
+        await asyncio.to_thread(wait_until, lambda: not outbox.column(_READERS))
+        with pytest.raises(ReaderError, match=ended):
+            await left.done()
+        async with await psycopg.AsyncConnection.connect(outbox.reader_dsn) as conn:
+            with pytest.raises(ReaderError, match=ended):
+                async with left.commit(conn):
+                    pass
+
+    asyncio.run(run())
 
 
 def test_the_events_are_those_that_handlers_get(outbox: Outbox) -> None:
