@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import CoroutineType, TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -229,8 +229,8 @@ class _Given:
 class _GivenTransaction:
     def __init__(self, conn: Any, delivery: Completing) -> None:
         self._conn = conn
-        is_async = isinstance(conn, psycopg.AsyncConnection)
-        self._block: Any = _lent_to_coroutines(conn) if is_async else lent(conn)
+        self._is_async = isinstance(conn, psycopg.AsyncConnection)
+        self._block: Any = _lent_to_coroutines(conn) if self._is_async else lent(conn)
         self._delivery = delivery
 
     def __enter__(self) -> Any:
@@ -244,16 +244,17 @@ class _GivenTransaction:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with self._ending(kind):
+        ended = BlockState.NONE
+        try:
             self._block.__exit__(kind, error, trace)
+            if kind is None:
+                ended = BlockState.COMMITTED
+        finally:
+            self._delivery._end(ended)
 
     async def __aenter__(self) -> Any:
-        if isinstance(self._conn, psycopg.Connection):
-            self.__enter__()
-            return asynchronous(self._conn)
-        self._delivery._begin()
-        await self._block.__aenter__()
-        return self._conn
+        conn = self.__enter__()
+        return conn if self._is_async else asynchronous(conn)
 
     async def __aexit__(
         self,
@@ -261,33 +262,28 @@ class _GivenTransaction:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if isinstance(self._conn, psycopg.Connection):
-            self.__exit__(kind, error, trace)
-            return
-        with self._ending(kind):
-            await self._block.__aexit__(kind, error, trace)
-
-    @contextmanager
-    def _ending(self, kind: type[BaseException] | None) -> Iterator[None]:
-        ended = BlockState.NONE
-        try:
-            yield
-            if kind is None:
-                ended = BlockState.COMMITTED
-        finally:
-            self._delivery._end(ended)
+        self.__exit__(kind, error, trace)
 
 
-_ASYNCHRONOUS: WeakKeyDictionary[psycopg.Connection[Any], psycopg.AsyncConnection[Any]] = (
-    WeakKeyDictionary()
-)
+_SHARING: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""By connection, the other one with its session: one object, for as long as the connection, whose owner closes it."""
 
 
 def asynchronous(conn: psycopg.Connection[Any]) -> psycopg.AsyncConnection[Any]:
-    """The session of a connection for coroutines: one object, for as long as the connection, whose owner closes it."""
-    found = _ASYNCHRONOUS.get(conn)
+    """The session of a connection for coroutines."""
+    found = _SHARING.get(conn)
     if found is None:
-        found = _ASYNCHRONOUS[conn] = psycopg.AsyncConnection(conn.pgconn)
+        found = _SHARING[conn] = psycopg.AsyncConnection(conn.pgconn)
+    return found
+
+
+def _synchronous(conn: psycopg.AsyncConnection[Any]) -> psycopg.Connection[Any]:
+    """The session of a connection for coroutines, for relay's own statements."""
+    found = _SHARING.get(conn)
+    if found is None:
+        found = _SHARING[conn] = psycopg.Connection(conn.pgconn)
+        # What it would prepare has the names of what coroutines prepare in the same session.
+        found.prepare_threshold = None
     return found
 
 
@@ -318,12 +314,16 @@ def in_target(conn: psycopg.Connection[Any]) -> Iterator[None]:
         conn.execute("set constraints all immediate; set constraints all deferred")
 
 
-@asynccontextmanager
-async def _lent_to_coroutines(conn: psycopg.AsyncConnection[Any]) -> AsyncIterator[None]:
-    async with conn.transaction():
-        yield
-        # Fails if the block went on after a database error.
-        await conn.execute("select 1")
+@contextmanager
+def _lent_to_coroutines(conn: psycopg.AsyncConnection[Any]) -> Iterator[None]:
+    """The same as `lent`, for coroutines. relay's own statements block the event loop of the test."""
+    factories = conn.row_factory, conn.cursor_factory
+    conn.row_factory, conn.cursor_factory = tuple_row, psycopg.AsyncCursor
+    try:
+        with lent(_synchronous(conn)):
+            yield
+    finally:
+        conn.row_factory, conn.cursor_factory = factories
 
 
 @contextmanager

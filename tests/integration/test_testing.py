@@ -230,17 +230,56 @@ def test_a_block_that_relay_would_not_commit_fails_the_test(
             call()
 
 
-def test_so_does_a_block_of_a_coroutine(database: str) -> None:
-    async def function(delivery: Delivery) -> None:
-        async with delivery.transaction() as conn:
-            with suppress(psycopg.Error):
-                await conn.execute("select 1 / 0")
+async def goes_on_in_awaited_block(delivery: Delivery) -> None:
+    async with delivery.transaction() as conn:
+        with suppress(psycopg.Error):
+            await conn.execute("select 1 / 0")
+
+
+async def ends_awaited_block(delivery: Delivery) -> None:
+    async with delivery.transaction() as conn:
+        await conn.execute("rollback")
+
+
+async def enters_two_awaited_blocks(delivery: Delivery) -> None:
+    async with delivery.transaction():
+        pass
+    with suppress(Fail):
+        async with delivery.transaction():
+            pass
+
+
+async def awaited_rows_are_relays(delivery: Delivery) -> None:
+    async with delivery.transaction() as conn, conn.transaction():
+        assert await (await conn.execute("select 1")).fetchone() == (1,)
+
+
+@pytest.mark.parametrize("in_transaction", [False, True])
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [
+        (goes_on_in_awaited_block, psycopg.errors.InFailedSqlTransaction),
+        (ends_awaited_block, ConfigurationError),
+        (enters_two_awaited_blocks, Fail),
+        (awaited_rows_are_relays, None),
+    ],
+)
+def test_so_does_a_block_of_a_coroutine(
+    function: Any, error: type[Exception] | None, in_transaction: bool, database: str
+) -> None:
+    """A connection for coroutines is lent as another one is, and is its owner's again at the end."""
 
     async def test() -> None:
-        async with await psycopg.AsyncConnection.connect(database) as conn:
-            with pytest.raises(psycopg.errors.InFailedSqlTransaction):
-                await deliver_async(function, order(1), conn=conn)
-            await conn.rollback()
+        async with await psycopg.AsyncConnection.connect(
+            database, autocommit=True, row_factory=dict_row
+        ) as conn:
+            outer = conn.transaction(force_rollback=True) if in_transaction else nullcontext()
+            async with outer:
+                with nullcontext() if error is None else pytest.raises(error):
+                    await deliver_async(function, order(1), conn=conn)
+                if not in_transaction or error is None:
+                    cursor = await conn.execute("select 1 as one")
+                    assert await cursor.fetchone() == {"one": 1}
 
     asyncio.run(test())
 
