@@ -247,7 +247,8 @@ class Slot:
             except LeaseLost:
                 self._handling.lost(message)
             except BaseException as error:
-                self.execute(*self._handling.ending(message, error))
+                if not message.is_lost:
+                    self.execute(*self._handling.ending(message, error))
             finally:
                 del self._handling.leased[_attempt(message)]
             left = _left(message, message.lease.is_completed)

@@ -338,27 +338,47 @@ def test_an_expired_lease_may_be_followed_by_one_of_the_same_worker(
     assert "the database does not answer" not in caplog.text
 
 
-def test_a_lease_that_is_lost_ends_the_call(outbox: Outbox) -> None:
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_lease_that_is_lost_ends_the_call(
+    outbox: Outbox, is_async: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What the call raises then is no failure of the message, which another worker has."""
     fill(outbox, 1)
     worker = Worker(outbox.worker_dsn, "mail", lease=0.3, poll=0.02)
     ended = threading.Event()
 
-    @worker.handles()
-    async def handle(message: LeasedMessage) -> None:
-        # Not in the worker's thread, where a renewal that holds the row could not end.
-        await asyncio.to_thread(
-            outbox.conn.execute,
-            "update relay.queue_messages set attempts = 4, available_at = now() + interval '1 hour'",
+    def lose() -> None:
+        outbox.conn.execute(
+            "update relay.queue_messages set attempts = 4, available_at = now() + interval '1 hour'"
         )
-        try:
-            await asyncio.sleep(60)
-        finally:
+
+    if is_async:
+
+        @worker.handles()
+        async def handle_async(message: LeasedMessage) -> None:
+            # Not in the worker's thread, where a renewal that holds the row could not end.
+            await asyncio.to_thread(lose)
+            try:
+                await asyncio.sleep(60)
+            finally:
+                ended.set()
+                assert message.is_lost
+
+    else:
+
+        @worker.handles()
+        def handle(message: LeasedMessage) -> None:
+            lose()
+            wait_until(lambda: message.is_lost)
             ended.set()
-            assert message.is_lost
+            raise ValueError("in vain")
 
     with working(worker):
         assert ended.wait(20)
     assert [state[:2] for state in states(outbox)] == [("leased", 4)]
+    logged = [each.getMessage() for each in caplog.records]
+    assert "the lease of a message was lost" in logged
+    assert "a message was not handled" not in logged
 
 
 def test_a_stop_lets_a_handler_finish(outbox: Outbox) -> None:
