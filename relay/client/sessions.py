@@ -5,7 +5,7 @@ Sessions are recognised by the names of their classes: no driver is imported tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -46,39 +46,25 @@ def execute(session: Any, statement: Statement, text: str) -> int:
 
     Raises NotInTransaction, UnknownSession, and what the driver raises.
     """
-    kind = _kind(type(session))
-    run = _SYNCHRONOUS.get(kind)
-    if run is None:
-        raise _unknown(session, "publish_async" if kind in _ASYNCHRONOUS else None)
-    rows: int = run(session, statement, text)
+    rows: int = _SYNCHRONOUS[_kind_of(session, _SYNCHRONOUS)](session, statement, text)
     return rows
 
 
 async def execute_async(session: Any, statement: Statement, text: str) -> int:
     """Run the statement in an asynchronous session; returns the number of its rows. Raises what `execute` raises."""
-    kind = _kind(type(session))
-    run = _ASYNCHRONOUS.get(kind)
-    if run is None:
-        raise _unknown(session, "publish" if kind in _SYNCHRONOUS else None)
-    rows: int = await run(session, statement, text)
+    rows: int = await _ASYNCHRONOUS[_kind_of(session, _ASYNCHRONOUS)](session, statement, text)
     return rows
 
 
 def query(session: Any, statement: Statement, text: str) -> str:
     """Run a statement whose result is one text in a synchronous session; returns it. Raises what `execute` raises."""
-    kind = _kind(type(session))
-    run = _SYNCHRONOUS.get(kind)
-    if run is None:
-        raise _unknown(session, None)
+    run = _SYNCHRONOUS[_kind_of(session, _SYNCHRONOUS)]
     return str(run(session, statement, text, _text))
 
 
 async def query_async(session: Any, statement: Statement, text: str) -> str:
     """Do what `query` does, in an asynchronous session."""
-    kind = _kind(type(session))
-    run = _ASYNCHRONOUS.get(kind)
-    if run is None:
-        raise _unknown(session, None)
+    run = _ASYNCHRONOUS[_kind_of(session, _ASYNCHRONOUS)]
     return str(await run(session, statement, text, _text))
 
 
@@ -100,9 +86,7 @@ async def _awaited(row: Any) -> Any:
 
 def savepoint(session: Any) -> Any:
     """Return a context manager that undoes what its block has changed, if that raises. Raises what `execute` raises."""
-    kind = _kind(type(session))
-    if kind not in _SYNCHRONOUS:
-        raise _unknown(session, None)
+    kind = _kind_of(session, _SYNCHRONOUS)
     if kind == "django":
         return _django_savepoint(session)
     if kind.startswith("sqlalchemy"):
@@ -130,9 +114,7 @@ def _django_savepoint(conn: Any) -> Iterator[None]:
 
 async def savepoint_async(session: Any) -> Any:
     """Return the asynchronous form of `savepoint`."""
-    kind = _kind(type(session))
-    if kind not in _ASYNCHRONOUS:
-        raise _unknown(session, None)
+    kind = _kind_of(session, _ASYNCHRONOUS)
     if kind.startswith("sqlalchemy"):
         return session.begin_nested()
     if kind == "asyncpg":
@@ -144,15 +126,6 @@ async def savepoint_async(session: Any) -> Any:
     if conn.info.transaction_status.name == "IDLE":
         await conn.execute("select")
     return conn.transaction()
-
-
-def _unknown(session: object, other: str | None) -> UnknownSession:
-    name = f"{type(session).__module__}.{type(session).__qualname__}"
-    if other:
-        return UnknownSession(f"{name}: publish to it with {other}")
-    return UnknownSession(
-        f"{name} is not a supported session: pass a connection of psycopg, SQLAlchemy, asyncpg or Django"
-    )
 
 
 _KINDS = {
@@ -173,13 +146,27 @@ _KINDS = {
 }
 
 
-def _kind(of: type) -> str:
-    """Return the kind of a session by the names of its classes; empty if it is unknown."""
-    for each in of.__mro__:
-        kind = _KINDS.get((each.__module__.partition(".")[0], each.__name__))
-        if kind:
-            return kind
-    return ""
+def _kind_of(session: object, wanted: Container[str]) -> str:
+    """Return the kind of a session by the names of its classes. Raises UnknownSession for one that is not wanted."""
+    found = (
+        _KINDS.get((each.__module__.partition(".")[0], each.__name__))
+        for each in type(session).__mro__
+    )
+    kind = next(filter(None, found), "")
+    if kind in wanted:
+        return kind
+    name = f"{type(session).__module__}.{type(session).__qualname__}"
+    if kind in _ASYNCHRONOUS:
+        raise UnknownSession(
+            f"{name} is asynchronous: call the function whose name ends with _async; of an inbox, write `async with`"
+        )
+    if kind in _SYNCHRONOUS:
+        raise UnknownSession(
+            f"{name} is not asynchronous: call the function without _async; of an inbox, write `with`"
+        )
+    raise UnknownSession(
+        f"{name} is not a supported session: pass a connection of psycopg, SQLAlchemy, asyncpg or Django"
+    )
 
 
 def _refuse(what: str) -> None:

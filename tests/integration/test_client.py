@@ -33,7 +33,10 @@ from relay.client import (
     UnknownSession,
 )
 from relay.client import Outbox as Client
+from relay.client.enqueueing import enqueue, enqueue_async
+from relay.client.inbox import Inbox
 from relay.client.outbox import FIELDS
+from relay.client.scheduled import cancel
 from relay.service import Service
 from tests.client_sessions import DRIVERS, KINDS, Opened, django_connection, parameters
 from tests.outbox import Outbox, host, wait_until
@@ -251,18 +254,30 @@ def test_what_commits_by_itself_is_refused(outbox: Outbox) -> None:
 
 
 def test_the_wrong_kind_of_session_is_said(outbox: Outbox) -> None:
-    with pytest.raises(UnknownSession, match=r"builtins\.object"):
+    """By all that take one, with the form that takes it."""
+    inbox = Inbox("c")
+    with pytest.raises(UnknownSession, match=r"builtins\.object is not a supported session"):
         CLIENT.publish(object(), order(1), host_id=HOST)
 
     async def asynchronous() -> None:
         async with await psycopg.AsyncConnection.connect(outbox.publisher_dsn) as conn:
-            with pytest.raises(UnknownSession, match="publish_async"):
-                CLIENT.publish(conn, order(1), host_id=HOST)
-        with (
-            psycopg.connect(outbox.publisher_dsn) as sync,
-            pytest.raises(UnknownSession, match="publish"),
-        ):
-            await CLIENT.publish_async(sync, order(1), host_id=HOST)
+            for call in (
+                lambda: CLIENT.publish(conn, order(1), host_id=HOST),
+                lambda: enqueue(conn, "mail", {}),
+                lambda: cancel(conn, "x"),
+                lambda: inbox.purge(conn),
+                lambda: inbox.once(conn, "1").__enter__(),
+            ):
+                with pytest.raises(UnknownSession, match=r"whose name ends with _async.*`async w"):
+                    call()
+        with psycopg.connect(outbox.publisher_dsn) as sync:
+            for awaited in (
+                CLIENT.publish_async(sync, order(1), host_id=HOST),
+                enqueue_async(sync, "mail", {}),
+                inbox.once(sync, "1").__aenter__(),
+            ):
+                with pytest.raises(UnknownSession, match=r"without _async.*`with`"):
+                    await awaited
 
     asyncio.run(asynchronous())
 
