@@ -20,7 +20,8 @@ from relay.faults import Rejected, Undelivered
 from relay.sinks.batching import Outgoing, RequestLimits
 from relay.sinks.brokers import BrokerSettings, Message
 
-LIMITS = RequestLimits(messages=10, size=256 * 1024, requests=16)
+REQUESTS = 16
+"""The most requests of a sink that are in flight."""
 OF_THE_EVENT = re.compile("InvalidMessageContents|InvalidParameter|InvalidAttributeValue|TooLong")
 """Codes of an entry that no other attempt avoids, or of a request that has such an entry."""
 _GROUP = re.compile(r"[!-~]{1,128}")
@@ -71,7 +72,8 @@ class AwsService:
 
     BODY: ClassVar[str]
     """The field of an entry that has the body of the message."""
-    limits = LIMITS
+    limits: RequestLimits
+    """Those of the service."""
 
     def __init__(self, client: ServiceClient) -> None:
         self.client = client

@@ -24,7 +24,7 @@ from botocore.exceptions import (
 
 from relay.faults import DestinationRefused, Rejected, Unauthorized, Undelivered
 from relay.sinks import batching
-from relay.sinks.aws import LIMITS, OF_THE_EVENT, AwsSettings
+from relay.sinks.aws import OF_THE_EVENT, REQUESTS, AwsSettings
 from relay.sinks.brokers import Renewed
 
 _NO_CREDENTIALS = (
@@ -83,7 +83,7 @@ class AwsClient:
         options = AioConfig(
             connect_timeout=timeout,
             read_timeout=timeout,
-            max_pool_connections=LIMITS.requests,
+            max_pool_connections=REQUESTS,
             retries={"total_max_attempts": 1},
         )
         client = session.create_client(

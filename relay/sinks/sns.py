@@ -11,7 +11,7 @@ from typing import Literal
 from relay.config.types import Alike
 from relay.sinks import aws
 from relay.sinks.aws import AwsService, AwsSettings, Entry
-from relay.sinks.batching import Batching
+from relay.sinks.batching import Batching, RequestLimits
 from relay.sinks.brokers import Publishing
 
 
@@ -34,6 +34,7 @@ class Sns(AwsService):
     """Publishes messages to topics."""
 
     BODY = "Message"
+    limits = RequestLimits(messages=10, size=256 * 1024, requests=aws.REQUESTS)
 
     async def send(self, group: str, entries: Sequence[Entry]) -> list[Exception | None]:
         """Publish entries to a topic in one request; returns the fault of each. Raises Undelivered or Rejected."""

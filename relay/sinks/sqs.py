@@ -12,7 +12,7 @@ from relay.config.types import Alike
 from relay.faults import Undelivered
 from relay.sinks import aws
 from relay.sinks.aws import AwsService, AwsSettings, Entry, ServiceClient
-from relay.sinks.batching import Batching
+from relay.sinks.batching import Batching, RequestLimits
 from relay.sinks.brokers import Publishing
 
 
@@ -37,6 +37,7 @@ class Sqs(AwsService):
     """Sends messages to queues."""
 
     BODY = "MessageBody"
+    limits = RequestLimits(messages=10, size=256 * 1024, requests=aws.REQUESTS)
 
     def __init__(self, client: ServiceClient) -> None:
         super().__init__(client)
