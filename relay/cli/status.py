@@ -235,7 +235,7 @@ def _target_facts(state: Any) -> list[tuple[str, object]]:
     summary = state.deferred
     deferred = counted(summary.transactions, "transaction", "transactions")
     facts.append(("deferred", f"{deferred}, {summary.holding} holding"))
-    facts += [("", _why(reason)) for reason in summary.reasons]
+    facts += [("", why_deferred(reason)) for reason in summary.reasons]
     for each in state.braked:
         since = f"since {moment(each.braked_at)}, after {each.count}"
         facts.append((f"stopped: {each.handler}", f"{each.fault}, {since}"))
@@ -324,12 +324,13 @@ def _slot_facts(slot: Any, waits_for: str | None) -> list[tuple[str, object]]:
     return [*facts, ("WAL", f"{confirmed}, {retained}")]
 
 
-def _why(reason: Any) -> str:
+def why_deferred(reason: Any) -> str:
     """Describe why transactions are deferred, on one line."""
     causes = {
         "retry": f"{reason.handler}: {reason.reason}",
         "holding": f"{reason.handler}: {reason.reason}; until they are replayed or discarded",
         "replay": "replayed",
+        "resend": "to be delivered again, as asked for",
         "scheduled": "scheduled with deliver_at",
         "blocked": "blocked by an earlier transaction of the same key",
     }

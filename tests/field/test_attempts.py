@@ -292,6 +292,8 @@ def test_the_command_resends_and_tells_of_the_attempt(
         said = run("event", number)
         assert "delivered" in said
         assert "POST http" in said
+        run("sink", "resend", "hook", "--event", number, "--yes")
+        assert ": sink hook, to be delivered again, as asked for" in run("status")
 
 
 def test_the_console_and_its_api_resend(outbox: Outbox) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+from datetime import UTC, datetime
 
+import pytest
+
+from relay.cli.status import why_deferred
 from relay.store import states
-from relay.store.deferred.selection import KIND
+from relay.store.deferred.selection import KIND, Reason
 from relay.store.migrations import sql_directory
 from tests.process import ROOT
 
@@ -18,6 +22,13 @@ def test_sql_tells_the_states_that_are_declared() -> None:
     assert {*re.findall(r"(?:then|else) '(\w+)'", state), "dead", "done"} == {*states.MESSAGES}
     figures = queues[queues.index("view relay.queue_figures") :].split("\n")[1]
     assert all(f"f.{each}," in figures for each in states.FIGURES)
+
+
+@pytest.mark.parametrize("kind", states.DEFERRED)
+def test_status_says_why_a_transaction_is_deferred(kind: states.DeferredKind) -> None:
+    since = datetime(2026, 11, 29, tzinfo=UTC)
+    said = why_deferred(Reason("hook", kind, "hook", "a fault", 3, since, None, None))
+    assert said.startswith("3 since 2026-11-29")
 
 
 def test_the_glossary_explains_each_state() -> None:

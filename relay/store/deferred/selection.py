@@ -225,10 +225,9 @@ def move(conn: Connection, group: str, found: FoundDeferred, to: datetime) -> di
 class Reason:
     """Why some transactions are deferred, and since and until when.
 
-    `kind` is `retry` (the handler failed with `reason`), `holding` (a dead transaction that holds its key),
-    `replay`, `scheduled` (deliver_at) or `blocked` (an earlier transaction holds one of their keys). `since` is when
-    the first of them failed or was deferred, `next` when the first of them is due and `until` when the last is; both
-    are None where none is deferred to a time. `sink` is empty for the target.
+    `kind` is one of `states.DEFERRED`; with `retry` the handler failed with `reason`. `since` is when the first of them
+    failed or was deferred, `next` when the first of them is due and `until` when the last is; both are None where none
+    is deferred to a time. `sink` is empty for the target.
     """
 
     sink: str
