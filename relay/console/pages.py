@@ -298,6 +298,7 @@ def queue(
         old=old,
         state=state,
         states=states.MESSAGES,
+        at_rest=states.AT_REST,
         mode=group.settings.source.mode,
         refresh=_OFTEN,
     )

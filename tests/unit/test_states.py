@@ -20,6 +20,9 @@ def test_sql_tells_the_states_that_are_declared() -> None:
     queues = (sql_directory() / "target" / "004_queues.sql").read_text()
     state = queues[queues.index("function relay.message_state(") :].partition(" end;")[0]
     assert {*re.findall(r"(?:then|else) '(\w+)'", state), "dead", "done"} == {*states.MESSAGES}
+    acted_on = re.search(r"states <@ '{(.+)}'", queues)
+    assert acted_on
+    assert acted_on[1] == ", ".join(states.AT_REST)
     figures = queues[queues.index("view relay.queue_figures") :].split("\n")[1]
     assert all(f"f.{each}," in figures for each in states.FIGURES)
 
