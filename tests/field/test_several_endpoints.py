@@ -12,6 +12,7 @@ svix/svix-webhooks#122 (several types).
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 from collections.abc import Iterator
@@ -26,7 +27,8 @@ from relay.admin.endpoints import test as sent_for_test
 from relay.config.settings import Settings
 from relay.source.outbox.search import EventSearch
 from relay.store.connections import connect
-from relay.store.dead_letters.selection import DeadLetterSelection
+from relay.store.dead_letters.selection import DeadLetterSelection, exported
+from tests.console import Program, Visitor, console_of, served
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.webhook import Answer, Webhook
 
@@ -226,13 +228,20 @@ def test_a_dead_letter_is_of_one_endpoint_and_replayed_to_it_alone(
     tenants.add("a", 1)
     tenants.add("b", 1)
     tenants.failing["b"] = 400
-    settings = tenants.settings()
+    settings = outbox.settings(**tenants.keys(), observe=console_of())
     publish(outbox, 1, "order.placed", "order.paid")
     outbox.drain(settings)
     assert dead(outbox) == [("b", "order.placed"), ("b", "order.paid")]
+    with served(settings) as address:
+        (first, _) = Program(address).get("dead-letters")["rows"]
+        assert "endpoint <code>b</code>" in Visitor(address).page(
+            f"/groups/default/dead-letter?id={first['id']}"
+        )
     tenants.failing.clear()
     with connect(settings.target_dsn) as conn:
         letters = DeadLetters(settings, conn)
+        lines = exported(conn, settings.group, DeadLetterSelection())
+        assert [json.loads(each)["endpoint"] for each in lines] == ["b", "b"]
         assert not letters.find(DeadLetterSelection(endpoint="a"), ["dead"]).transactions
         letters.replay(letters.find(DeadLetterSelection(endpoint="b"), ["dead"]), "repaired")
     with relaying(settings):

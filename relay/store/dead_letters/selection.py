@@ -394,7 +394,7 @@ def events(conn: Connection, number: int, limit: int, after: int = 0) -> list[di
                        d.deliver_at, d.key, d.c_offset, d.commit_lsn::text as commit_lsn, d.created_dt, d.by_reference,
                        {payload} as payload, coalesce(octet_length(d.payload::text), 0) as payload_bytes,
                        {original} as original_payload, {metadata} as metadata,
-                       left(d.refused::text, {most}) as refused
+                       left(d.refused::text, {most}) as refused, d.endpoint
                   from relay.dead_letters d
                  where d.dead_transaction = %s and d.id > %s order by d.id limit %s
                 """
@@ -450,11 +450,11 @@ def acted(conn: Connection, group: str, limit: int, before: int | None = None) -
 
 
 _SHOWN = (
-    *("id", "group_id", "status", "sink", "handler", "exception", "attempts", "host_id", "user_id"),
-    *("transaction_id", "transaction_ordinal", "transaction_count", "event_id", "event_type"),
-    *("aggregate_type", "aggregate_id", "aggregate_version", "event_ts", "deliver_at", "c_offset"),
-    *("commit_lsn", "payload", "original_payload", "metadata", "headers", "created_dt"),
-    *("key", "enqueued_at", "first_taken_at"),
+    *("id", "group_id", "status", "sink", "endpoint", "handler", "exception", "attempts"),
+    *("host_id", "user_id", "transaction_id", "transaction_ordinal", "transaction_count"),
+    *("event_id", "event_type", "aggregate_type", "aggregate_id", "aggregate_version", "event_ts"),
+    *("deliver_at", "c_offset", "commit_lsn", "payload", "original_payload", "metadata", "headers"),
+    *("created_dt", "key", "enqueued_at", "first_taken_at"),
 )
 """The columns of a dead letter that are exported and shown."""
 
