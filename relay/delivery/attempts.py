@@ -10,7 +10,7 @@ from typing import NamedTuple, cast
 
 from relay.config.handlers import DeliveryHandler
 from relay.config.settings import AttemptSettings
-from relay.delivery.queues import Delivery
+from relay.delivery.order import Delivery
 from relay.faults import Drop, describe, first_line
 from relay.model.transactions import BYTES_AT_ONCE, ROWS_AT_ONCE, ColumnDecoder, portions, text
 from relay.sinks import ANSWER, Answer

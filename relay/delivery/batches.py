@@ -16,7 +16,7 @@ from relay.config.handlers import BatchHandler
 from relay.delivery.attempts import AttemptLog
 from relay.delivery.dispatch import Dispatcher, Results, ranked
 from relay.delivery.judging import SinkCall
-from relay.delivery.queues import Delivery
+from relay.delivery.order import Delivery
 from relay.faults import Undelivered
 from relay.pipeline.failure_limit import FailureLimit
 from relay.sinks import ATTEMPTS, Again, BatchSink

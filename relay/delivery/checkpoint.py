@@ -18,9 +18,9 @@ from relay.delivery.attempts import AttemptLog, Ended
 from relay.delivery.connections import SinkConnections
 from relay.delivery.dispatch import Dispatcher
 from relay.delivery.feed import Feed, Stream, WalHold
+from relay.delivery.order import Delivery
 from relay.delivery.outbox_end import OutboxEnd
 from relay.delivery.progress import SinkProgress
-from relay.delivery.queues import Delivery
 from relay.model.batch import DeadLetterReport
 from relay.model.dispositions import Applied, Blocked, Disposition, RetryLater, is_deferred
 from relay.model.events import Lsn

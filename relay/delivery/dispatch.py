@@ -18,7 +18,7 @@ from relay.config.handlers import DeliveryHandler, FunctionHandler, HttpHandler
 from relay.config.settings import AttemptSettings
 from relay.delivery.attempts import AttemptLog
 from relay.delivery.judging import Judge, PutBack, SinkCall, fault_of, key_of
-from relay.delivery.queues import Delivery
+from relay.delivery.order import Delivery
 from relay.delivery.turns import DeliveryTurns
 from relay.faults import (
     DestinationRefused,

@@ -11,7 +11,7 @@ from enum import Enum, auto
 
 from relay.config.handlers import DeliveryHandler
 from relay.delivery.attempts import AttemptLog
-from relay.delivery.queues import Delivery
+from relay.delivery.order import Delivery
 from relay.faults import (
     DestinationRefused,
     Drop,

@@ -17,10 +17,10 @@ from relay.delivery.batches import BatchDispatcher
 from relay.delivery.checkpoint import STORE_SECONDS, Checkpoint, SinkContext
 from relay.delivery.dispatch import Dispatcher
 from relay.delivery.feed import Streamed
+from relay.delivery.order import rests_of_partial_commits
 from relay.delivery.outbox_end import FIRST_POLL_SECONDS
 from relay.delivery.polling import SinkPolling
 from relay.delivery.progress import SinkCommit, SinkProgress, commits_of
-from relay.delivery.queues import rests_of_partial_commits
 from relay.delivery.submission import Submission
 from relay.faults import Undelivered, describe
 from relay.model.dispositions import BLOCKED

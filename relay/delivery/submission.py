@@ -9,8 +9,8 @@ from datetime import datetime
 
 from relay.delivery.checkpoint import Checkpoint, SinkContext
 from relay.delivery.dispatch import Dispatcher
+from relay.delivery.order import Delivery
 from relay.delivery.progress import SinkCommit
-from relay.delivery.queues import Delivery
 from relay.model.dispositions import AttemptHistory, DeadLetter, Scheduled
 from relay.model.events import Event, Events, Row
 from relay.model.headers import RESEND

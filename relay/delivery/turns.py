@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from relay.delivery.queues import Delivery, HeldKeys, Queues, Ready
+from relay.delivery.order import Delivery, HeldKeys, Queues, Ready
 from relay.sinks.destination import Destination
 
 

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 from relay.config.handlers import HttpHandler
 from relay.delivery.dispatch import Dispatcher
-from relay.delivery.queues import Delivery
+from relay.delivery.order import Delivery
 from relay.faults import (
     EndpointBusy,
     EndpointDisabled,

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from relay.config.handlers import CircuitBreakerSettings, HttpHandler
 from relay.config.settings import Settings
 from relay.delivery.dispatch import Dispatcher
-from relay.delivery.queues import Delivery
+from relay.delivery.order import Delivery
 from relay.faults import Undelivered
 from relay.model.dispositions import APPLIED, Disposition, RetryLater
 from relay.model.events import Commit, Lsn, Transaction

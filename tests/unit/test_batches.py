@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from relay.config.handlers import FunctionHandler
 from relay.delivery.batches import BatchDispatcher
-from relay.delivery.queues import Delivery
+from relay.delivery.order import Delivery
 from relay.faults import DestinationRefused, Drop, Fail, RetryLater, Undelivered
 from relay.model.dispositions import (
     APPLIED,

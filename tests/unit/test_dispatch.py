@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from relay.config.handlers import CircuitBreakerSettings, HttpHandler
 from relay.delivery import dispatch
 from relay.delivery.dispatch import Dispatcher
-from relay.delivery.queues import Delivery
+from relay.delivery.order import Delivery
 from relay.faults import ConfigurationError, DestinationRefused, Rejected, Undelivered
 from relay.model.dispositions import (
     APPLIED,

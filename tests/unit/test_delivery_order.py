@@ -7,8 +7,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relay.delivery.order import Delivery, Queues, rests_of_partial_commits
 from relay.delivery.progress import SinkCommit
-from relay.delivery.queues import Delivery, Queues, rests_of_partial_commits
 from relay.model.keys import at_any, of_endpoint
 
 KEYS = st.frozensets(st.sampled_from("abc"), min_size=1)
