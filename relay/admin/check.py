@@ -16,7 +16,7 @@ from threading import Event
 import psycopg
 
 from relay import handlers
-from relay.admin import publishing
+from relay.admin import right_to_publish
 from relay.admin.check_source import check_source
 from relay.admin.connections import reach, require_schema
 from relay.admin.findings import (
@@ -280,7 +280,7 @@ def _target(
         yield from _former_handlers(conn, settings)
         yield from _sinks(conn, settings)
         yield from _queues(conn, settings)
-        yield from publishing.check(source, conn, settings)
+        yield from right_to_publish.check(source, conn, settings)
     yield from _lookups(conn, settings)
     if built:
         temporary = finding_of(

@@ -9,7 +9,7 @@ from dataclasses import replace
 import psycopg
 from psycopg import sql
 
-from relay.admin import publishing
+from relay.admin import right_to_publish
 from relay.admin.connections import source_sides
 from relay.admin.findings import (
     Finding,
@@ -131,7 +131,9 @@ def check_source(conn: Connection, settings: Settings) -> Iterator[Finding]:
                 yield finding_of(
                     "intake", "the packages of its brokers are installed", intakes, settings
                 )
-                yield finding_of("intake", "relay may publish", publishing.require, conn, "intake")
+                yield finding_of(
+                    "intake", "relay may publish", right_to_publish.require, conn, "intake"
+                )
             if settings.api is not None:
                 yield from _api(conn, settings)
     functions = finding_of(
@@ -191,7 +193,7 @@ def _api(conn: Connection, settings: Settings) -> Iterator[Finding]:
             "no token is valid, so that every request is refused: create one with `relay token create`",
         )
     if "publish" in rights:
-        found = finding_of("api", "relay may publish", publishing.require, conn, "api")
+        found = finding_of("api", "relay may publish", right_to_publish.require, conn, "api")
         # Reading goes on.
         yield replace(found, level=Severity.WARNING) if found.level is Severity.ERROR else found
     if settings.source.mode == "wal" and not has_index(conn, settings.source, "c_xid"):

@@ -12,7 +12,7 @@ import psycopg
 from psycopg import sql
 from tenacity import RetryCallState, Retrying, retry_if_exception, wait_random
 
-from relay.admin import publishing
+from relay.admin import right_to_publish
 from relay.admin.adoption import claim_schema, require_adoptable
 from relay.admin.check_source import require_slot, require_table, unused_slots
 from relay.admin.connections import administrators, on_one_server, source_sides
@@ -570,7 +570,7 @@ class _Installation:
                 "--handlers-publish: the server has no role relay: create it, run `relay init` again, and connect as a "
                 "member of it"
             )
-        if publishing.set_right(self.source, of, wanted):
+        if right_to_publish.set_right(self.source, of, wanted):
             self.done.append(
                 f"right of the role relay to publish into {of.table}{'' if wanted else ', revoked'}"
             )

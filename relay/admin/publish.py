@@ -11,7 +11,7 @@ from typing import Any
 
 import psycopg
 
-from relay.admin import publishing
+from relay.admin import right_to_publish
 from relay.config.settings import Settings
 from relay.config.source import OWN_OUTBOX
 from relay.faults import ConfigurationError, first_line
@@ -145,7 +145,7 @@ def publish(
     `report` receives how many transactions of `total` are published. The connection must be in autocommit mode. Raises
     ConfigurationError if the database refuses a transaction, or its role may not publish.
     """
-    publishing.require(conn, "relay publish")
+    right_to_publish.require(conn, "relay publish")
     published = events = 0
     for business in transactions:
         try:

@@ -1,4 +1,4 @@
-"""The right of transactional handlers to publish into an outbox of the target, which most often is the source too."""
+"""The right to publish into an outbox: relay's own, and that of handlers in the target, most often the source too."""
 
 from __future__ import annotations
 
