@@ -87,6 +87,8 @@ async def deliver_async(
     types: EventTypes | None = None,
 ) -> GivenDelivery:
     """The same as `deliver`, in the running event loop, and with a connection for coroutines."""
+    if not isinstance(conn, psycopg.AsyncConnection | psycopg.Connection | None):
+        raise ValueError(f"conn is of type {type(conn).__name__}: give a psycopg.AsyncConnection")
     delivery = GivenDelivery(
         transaction(*events, attempt=attempt, types=types), resource, timeout, conn
     )

@@ -171,6 +171,8 @@ def test_in_an_event_loop_a_call_says_what_to_do() -> None:
             deliver_batch(returns_work, {})
         with pytest.raises(RuntimeError, match="no async def: call it with deliver"):
             await deliver_async(plain, {})  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="conn is of type str: give a psycopg"):
+            await deliver_async(awaited, {}, conn=NONE)
 
     asyncio.run(test())
 
