@@ -73,6 +73,7 @@ class DeadLetterFilter(Model):
     since: Moment | None = Field(None, description="Dead-lettered then or later.")
     until: Moment | None = Field(None, description="Dead-lettered before.")
     status: DeadStatus | None = None
+    endpoint: Text | None = Field(None, description="The one of a sink's endpoints that it is for.")
 
     def selection(self) -> DeadLetterSelection:
         """Return the selection of the store."""
@@ -88,6 +89,7 @@ class DeadLetterFilter(Model):
             self.status,
             self.sink,
             self.kind,
+            self.endpoint,
         )
 
 
@@ -100,11 +102,13 @@ class DeferredFilter(Model):
     kind: DeferredKind | None = None
     key: Text | None = Field(None, description="One of its ordering keys.")
     host: Text | None = None
+    endpoint: Text | None = Field(None, description="The one of a sink's endpoints that it is for.")
 
     def selection(self) -> DeferredSelection:
         """Return the selection of the store."""
         return DeferredSelection(
-            tuple(self.ids), self.sink, self.handler, self.kind, self.key, self.host
+            *(tuple(self.ids), self.sink, self.handler, self.kind, self.key, self.host),
+            endpoint=self.endpoint,
         )
 
 

@@ -233,7 +233,9 @@ def test_a_dead_letter_is_of_one_endpoint_and_replayed_to_it_alone(
     outbox.drain(settings)
     assert dead(outbox) == [("b", "order.placed"), ("b", "order.paid")]
     with served(settings) as address:
-        (first, _) = Program(address).get("dead-letters")["rows"]
+        program = Program(address)
+        assert not program.get("dead-letters", endpoint="a")["rows"]
+        (first, _) = program.get("dead-letters", endpoint="b")["rows"]
         assert "endpoint <code>b</code>" in Visitor(address).page(
             f"/groups/default/dead-letter?id={first['id']}"
         )
