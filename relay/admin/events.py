@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -33,6 +33,7 @@ from relay.source.outbox.unread import UnreadRows
 from relay.store import actions, attempts, event_states
 from relay.store.attempts import KeptAttempt
 from relay.store.connections import Connection
+from relay.store.dead_letters import queue_of
 from relay.store.event_states import EventAction, StoredState
 from relay.store.positions import sinks
 
@@ -45,7 +46,6 @@ _AT_ONCE = "delivered at the first attempt, unless what was kept of its attempts
 """The same where it is known that the sink was not moved past it, and attempts that end otherwise are kept."""
 _BEFORE = "the sink began after it"
 """What may have become of an event that a position has passed, and of which nothing is stored."""
-_MOST_ATTEMPTS = 100
 _MOST_MOVES = 100
 _MOST_RELATED = 50
 """How many causes of an event are followed, and how many events that it has caused are shown."""
@@ -92,8 +92,8 @@ class FoundEvent(EventRow):
     """An event, and its destinations. If the outbox has it no more, all its fields but the id are None.
 
     `caused_by` is its cause, the cause of that, and so on; `caused` are the events that name it as their cause, None
-    if that is not known. `actions` are those on its dead letters, `attempts` those of sinks that are kept of it, the
-    newest first.
+    if that is not known. `actions` are those on its dead letters, `attempts` those that are kept of it, the newest
+    first.
     """
 
     in_outbox: bool
@@ -127,7 +127,7 @@ def find(settings: Settings, event_id: str) -> FoundEvent:
             ),
         )
         acted = event_states.actions(target, settings.group, event_id) if stored else []
-        kept = attempts.of_event(target, settings.group, event_id, _MOST_ATTEMPTS)
+        kept = attempts.of_event(target, settings.group, event_id)
         caused_by = tuple(_causes(rows, source, event)) if event else ()
         caused = SearchedOutbox(settings).caused(source, event_id, _MOST_RELATED) if event else []
         passed = {
@@ -135,8 +135,9 @@ def find(settings: Settings, event_id: str) -> FoundEvent:
             for name, at in read.items()
             if event and name in ("", *handlers)
         }
+        stored += _done(kept, {each.name for each in stored if each.found == "message"})
         stored += _known(settings, rows, source, target, event_id, kept, passed)
-    if event is None and not stored:
+    if event is None and not stored and not kept:
         raise UnknownEvent(
             f"there is no event {event_id!r}: neither {settings.source.table} nor the dead letters and queues have it"
         )
@@ -191,6 +192,18 @@ def _positions(settings: Settings, target: Connection) -> dict[str, ReadPosition
     }
 
 
+def _done(kept: Sequence[KeptAttempt], stored: Set[str]) -> Iterator[StoredState]:
+    """Yield the messages that are done after they had failed, of queues where none of the event is stored any more."""
+    last = {queue_of(each.consumer): each for each in reversed(kept)}
+    for queue, each in last.items():
+        if queue is not None and queue not in stored and each.outcome == "delivered":
+            yield StoredState(
+                *("message", queue, each.message_id, "done", each.number, each.began_at),
+                until=None,
+                reason=None,
+            )
+
+
 def _known(
     settings: Settings,
     rows: UnreadRows,
@@ -204,11 +217,9 @@ def _known(
 
     What the target stores of it beside attempts says more.
     """
-    last: dict[str, KeptAttempt] = {}
-    for each in kept:
-        last.setdefault(each.consumer, each)
+    last = {each.consumer: each for each in reversed(kept)}
     for sink, attempt in last.items():
-        if attempt.outcome != "failed" and passed.get(sink) is not False:
+        if queue_of(sink) is None and attempt.outcome != "failed" and passed.get(sink) is not False:
             yield StoredState(
                 "attempt",
                 sink,

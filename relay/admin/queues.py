@@ -17,7 +17,8 @@ from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.retention import reader_positions
 from relay.source.outbox.table import OutboxTable
-from relay.store import actions, queues, states
+from relay.store import actions, attempts, queues, states
+from relay.store.attempts import KeptAttempt
 from relay.store.positions import offsets
 from relay.store.queues import MessageSelection, QueueFigures, QueueItem
 
@@ -50,6 +51,13 @@ def shown(
         if not found:
             raise _unknown(target, settings, name)
         return found[0], queues.items(target, name, wanted, limit)
+
+
+def attempts_of(settings: Settings, item: QueueItem) -> list[KeptAttempt]:
+    """Read the last attempts of a message that are kept, the newest first. Raises ConfigurationError, psycopg.Error."""
+    with reach_target(settings) as target:
+        kept = attempts.of_event(target, settings.group, item.event_id)
+    return [each for each in kept if each.message_id == item.id]
 
 
 def pause(settings: Settings, name: str, paused: bool, reason: str | None) -> bool:

@@ -25,6 +25,7 @@ from relay.config.settings import Settings
 from relay.store.api_tokens import EVERY
 from relay.store.attempts import KeptAttempt
 from relay.store.connections import Connection
+from relay.store.dead_letters import queue_of
 from relay.store.log_pages import LogEvent, LogPosition, PageSize
 from relay.web.problems import described_problems
 from relay.web.sessions import reading
@@ -37,6 +38,12 @@ _MOST_LOOKED_AT = 10_000
 """How many events a request looks at that the caller may not see, or does not want."""
 _KIND = re.compile(r"[\w.]+(?: \[\w+\])?(?=:|$)")
 """The kind of a fault, with which a reason begins: `CheckViolation [23514]`. The rest may quote a payload."""
+
+
+def _kind(reason: str | None, of_queue: bool) -> str | None:
+    # What a worker says of a message is a text of its own, whose first word may be a value.
+    found = None if of_queue else _KIND.match(reason or "")
+    return found[0] if found else None
 
 
 class EventState(BaseModel):
@@ -60,8 +67,6 @@ class EventState(BaseModel):
     @classmethod
     def of(cls, found: EventDestination) -> EventState:
         """Return the state at a destination."""
-        # What a worker says of a message is a text of its own, whose first word may be a value.
-        kind = None if found.kind == QUEUE else _KIND.match(found.reason or "")
         return cls(
             destination=found.kind,
             name=found.name,
@@ -70,30 +75,30 @@ class EventState(BaseModel):
             attempts=found.attempts,
             since=found.since,
             until=found.until,
-            reason=kind[0] if kind else None,
+            reason=_kind(found.reason, found.kind == QUEUE),
         )
 
 
 class EventAttempt(BaseModel):
-    """An attempt of a sink to deliver an event, as it is kept."""
+    """An attempt to deliver an event, or to work its message of a queue, as it is kept."""
 
-    sink: str
+    sink: str = Field(description="the sink, or `queue:` and the name of the queue")
     destination: str | None = Field(
         description="where it went within the sink, such as an address; null for a token that is not for every host "
         "and type"
     )
     number: int
-    began_at: datetime
-    seconds: float
+    began_at: datetime = Field(description="without seconds, when it ended")
+    seconds: float | None
     outcome: str = Field(description="delivered, dropped or failed")
     status: int | None = Field(description="of an HTTP response")
-    reason: str | None = Field(description="the kind of fault")
+    reason: str | None = Field(description="the kind of fault; none of a queue")
     is_resend: bool
 
     @classmethod
     def of(cls, kept: KeptAttempt, sees_all: bool) -> EventAttempt:
         """Return an attempt as a caller sees it: one that does not see all is not told of addresses of others."""
-        kind = _KIND.match(kept.error or "")
+        kind = _kind(kept.error, queue_of(kept.consumer) is not None)
         return cls(
             sink=kept.consumer,
             destination=kept.destination if sees_all else None,
@@ -102,7 +107,7 @@ class EventAttempt(BaseModel):
             seconds=kept.seconds,
             outcome=kept.outcome,
             status=kept.status,
-            reason=kind[0] if kind else None,
+            reason=kind,
             is_resend=kept.resent_by is not None,
         )
 

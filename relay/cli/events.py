@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,10 +16,44 @@ from relay.observe.phrases import moment
 
 if TYPE_CHECKING:
     from relay.admin.events import RelatedEvent
+    from relay.store.attempts import KeptAttempt
 
 
 def _named(each: RelatedEvent) -> str:
     return f"{each.id} ({each.event_type or 'not in the outbox'})"
+
+
+def print_attempts(attempts: Sequence[KeptAttempt]) -> None:
+    """Print the attempts that are kept of an event or a message, if there are any."""
+    if not attempts:
+        return
+    print_table(
+        (
+            "attempt at",
+            "sink",
+            "number",
+            "outcome",
+            "status",
+            "seconds",
+            "to",
+            "error",
+            "resent by",
+        ),
+        (
+            (
+                moment(each.began_at),
+                each.consumer,
+                each.number,
+                each.outcome,
+                each.status or "-",
+                "-" if each.seconds is None else f"{each.seconds:.3f}",
+                each.destination or "-",
+                each.error or "-",
+                each.resent_by or "-",
+            )
+            for each in attempts
+        ),
+    )
 
 
 def event(
@@ -69,34 +104,7 @@ def event(
             for each in found.destinations
         ),
     )
-    if found.attempts:
-        print_table(
-            (
-                "attempt at",
-                "sink",
-                "number",
-                "outcome",
-                "status",
-                "seconds",
-                "to",
-                "error",
-                "resent by",
-            ),
-            (
-                (
-                    moment(each.began_at),
-                    each.consumer,
-                    each.number,
-                    each.outcome,
-                    each.status or "-",
-                    f"{each.seconds:.3f}",
-                    each.destination or "-",
-                    each.error or "-",
-                    each.resent_by or "-",
-                )
-                for each in found.attempts
-            ),
-        )
+    print_attempts(found.attempts)
     for each in found.actions:
         where = f"sink {each.sink}" if each.sink else "target"
         say(f"{moment(each.acted_at)} {each.action} ({where}) by {each.who}: {each.reason or '-'}")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from relay.cli.events import print_attempts
 from relay.cli.options import (
     ConfigOption,
     JsonOption,
@@ -140,14 +141,21 @@ def queue_show(
     limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 20,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the messages of a queue, the oldest first; done ones, which `keep_done` keeps, with --state done only."""
-    from relay.admin.queues import shown
+    """Show the messages of a queue, the oldest first; done ones, which `keep_done` keeps, with --state done only.
 
-    figures, found = shown(load(options.config), name, options.selection(), limit)
+    With --id, the attempts that are kept of it, too.
+    """
+    from relay.admin.queues import attempts_of, shown
+
+    settings = load(options.config)
+    figures, found = shown(settings, name, options.selection(), limit)
+    kept = [] if options.id_ is None else [a for each in found for a in attempts_of(settings, each)]
     if as_json:
-        print(
-            json.dumps({**json_fields(figures), "items": list(map(json_fields, found))}, indent=2)
-        )
+        lists = {
+            "items": list(map(json_fields, found)),
+            "attempts": list(map(json_fields, kept)),
+        }
+        print(json.dumps({**json_fields(figures), **lists}, indent=2))
         return
     _print_state(figures)
     if not found:
@@ -182,6 +190,7 @@ def queue_show(
             for each in found
         ),
     )
+    print_attempts(kept)
 
 
 @queue.command("pause")

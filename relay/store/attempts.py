@@ -1,4 +1,7 @@
-"""Stores what became of attempts to deliver: `relay.attempts`, which `relay.prune_attempts` keeps small."""
+"""Stores and reads what became of attempts: `relay.attempts`, which `relay.prune_attempts` keeps small.
+
+`relay.note_attempt` adds those of queues.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +39,7 @@ class NewAttempt(NamedTuple):
 
 
 SEPARATOR = "\x1f"
+_MOST_SHOWN = 100
 
 
 def add(
@@ -73,13 +77,17 @@ def _literal(column: Sequence[object], codec: str | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class KeptAttempt:
-    """An attempt of a consumer, as it is kept: the columns of `relay.attempts` without the events."""
+    """An attempt of a sink, or of a queue's worker, as it is kept: columns of `relay.attempts`.
+
+    `consumer` is `queue:NAME` for a queue, and `message_id` the message. Without `seconds`, it ended at `began_at`.
+    """
 
     consumer: str
     destination: str | None
+    message_id: int | None
     number: int
     began_at: datetime
-    seconds: float
+    seconds: float | None
     outcome: str
     status: int | None
     error: str | None
@@ -87,16 +95,17 @@ class KeptAttempt:
     resent_by: str | None
 
 
-def of_event(conn: Connection, group: str, event: str, limit: int) -> list[KeptAttempt]:
-    """Read the last attempts to deliver an event, the newest first. Raises psycopg.Error."""
+def of_event(conn: Connection, group: str, event: str) -> list[KeptAttempt]:
+    """Read the last attempts of an event, the newest first. Raises psycopg.Error."""
     with conn.cursor(row_factory=class_row(KeptAttempt)) as cursor:
         return cursor.execute(
             """
-            select consumer, destination, number, began_at, seconds, outcome, status, error, answer, resent_by
+            select consumer, destination, message_id, number, began_at, seconds, outcome, status, error, answer,
+                   resent_by
               from relay.attempts
              where event_ids @> array[relay.event_key(%s)] and group_id = %s and kept_until > now()
              order by began_at desc limit %s
             """,
-            (event, group, limit),
+            (event, group, _MOST_SHOWN),
             prepare=False,
         ).fetchall()

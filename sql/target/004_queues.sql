@@ -91,7 +91,8 @@ create table if not exists relay.queue_messages (
         autovacuum_vacuum_insert_scale_factor = 0.2, autovacuum_analyze_scale_factor = 0.5);
 alter table relay.queue_messages add column if not exists interruptions int not null default 0,
                                  add column if not exists unique_key text collate "C",
-                                 add column if not exists note jsonb;
+                                 add column if not exists note jsonb,
+                                 add column if not exists leased_at timestamptz;
 create index if not exists queue_messages_ready on relay.queue_messages (queue_id, id) where available_at is null;
 create index if not exists queue_messages_ready_keys on relay.queue_messages (queue_id, key, id)
     where available_at is null and key is not null;
@@ -118,6 +119,8 @@ comment on column relay.queue_messages.unique_key is
     'relay.enqueue puts no second message with it into the queue';
 comment on column relay.queue_messages.note is
     'what its worker says of the work, with relay.note_message';
+comment on column relay.queue_messages.leased_at is
+    'when its last lease began';
 
 -- Messages whose attempts are exhausted, and those that a worker has given up.
 create table if not exists relay.queue_dead_letters (
@@ -445,16 +448,17 @@ end
 $$;
 
 drop function if exists relay.lock_messages(bigint, boolean, int, bigint, timestamptz, int);
-drop function if exists relay.lock_messages(bigint, boolean, int, bigint, timestamptz, bigint, int); -- without `more` and `searched`
+drop function if exists relay.lock_messages(bigint, boolean, int, bigint, timestamptz, bigint, int); -- without `more`, `searched` and `tried`
 
 -- Locks messages that can be taken, at most `most`, and returns where they are. Passes by what others have locked. Messages whose
 -- last lease has expired become dead letters. `left_over` are those of them that a transaction had locked which was aborted: the id
 -- of who locked a row outlives the lock. `more` is false where no message is left that can be taken, as far as this statement sees: those
 -- that others have locked, or that are blocked by their keys, may make it true. `searched`: a window was not enough to find one.
+-- `tried`: how many attempts one of those has had that were due, at most; null without one.
 create or replace function relay.lock_messages(
     the_queue bigint, keyed boolean, most_attempts int, low bigint, low_due timestamptz, start bigint, most int,
     out chosen tid[], out first_ready bigint, out due int, out left_over tid[], out first_open bigint, out more boolean,
-    out searched boolean
+    out searched boolean, out tried int
 )
 language plpgsql
 as $$
@@ -468,11 +472,18 @@ begin
     loop
         select coalesce(array_agg(m.ctid) filter (where m.attempts < most_attempts), '{}'),
                array_agg(m.ctid) filter (where m.attempts >= most_attempts), count(*),
-               coalesce(array_agg(m.ctid) filter (where m.attempts < most_attempts and m.locked_by <> '0' and relay.was_aborted(m.locked_by)), '{}')
-          into chosen, exhausted, due, left_over
+               coalesce(array_agg(m.ctid) filter (where m.attempts < most_attempts and m.locked_by <> '0' and relay.was_aborted(m.locked_by)), '{}'),
+               max(m.attempts)
+          into chosen, exhausted, due, left_over, tried
           from (select n.ctid, n.attempts, n.xmax as locked_by from relay.queue_messages as n
                  where n.queue_id = the_queue and n.available_at >= low_due and n.available_at <= now_at
                  order by n.available_at limit most for update skip locked) as m;
+        if tried > 0 then
+            -- Once: one that a transaction had claimed since, which was aborted, is passed by and seen again.
+            perform relay.note_attempt(m.ctid, null, 'failed', 'the lease has expired')
+               from relay.queue_messages as m
+              where m.ctid = any (chosen || exhausted) and m.leased and (m.interruptions = 0 or m.attempts >= most_attempts);
+        end if;
         exit when exhausted is null;
         perform relay.dead_letter_messages(exhausted, 'the lease of the last attempt has expired');
         -- They may have used up the limit.
@@ -594,6 +605,35 @@ begin
             exit when cardinality(chosen) >= most;
         end if;
     end loop;
+end
+$$;
+
+-- Keeps what became of an attempt of a locked message in relay.attempts. `attempt` is null where its lease has expired; `ends` is false
+-- where it is not known since when the attempt lasts, or until when. Waits for nobody: while relay empties the slice, nothing is kept.
+create or replace function relay.note_attempt(location tid, attempt int, outcome text, why text, ends boolean default true) returns void
+language plpgsql
+as $$
+declare
+    until timestamptz := now() + interval '7 days';
+    day   int := extract(epoch from until)::bigint / 86400 % 9;
+begin
+    if not pg_try_advisory_xact_lock_shared(x'71617474'::int, day) then
+        return;
+    end if;
+    insert into relay.attempts (
+        slice, kept_until, group_id, consumer, event_ids, hosts, message_id, number, began_at, seconds, outcome, error)
+    select day, until, q.group_id, 'queue:' || q.name, array[relay.event_key(m.event_id)],
+           array_remove(array[m.host_id], null), m.id, coalesce(note_attempt.attempt, m.attempts), coalesce(t.began, t.ended),
+           extract(epoch from t.ended - t.began), note_attempt.outcome, left(substring(why from '[^\r\n]+'), 1000)
+      from relay.queue_messages as m
+      join relay.queues as q on q.id = m.queue_id
+     cross join lateral (
+           select case when not ends then null
+                       when m.leased then m.leased_at
+                       -- One that was claimed in this transaction.
+                       when current_setting('relay.more_messages', true) <> '' then now() end as began,
+                  case when note_attempt.attempt is null then m.available_at else clock_timestamp() end as ended) as t
+     where m.ctid = location;
 end
 $$;
 
@@ -725,6 +765,10 @@ begin
     if q.keeps then
         perform relay.keep_messages(locked.chosen);
     end if;
+    if locked.tried > 0 then
+        perform relay.note_attempt(m.ctid, m.attempts + 1, 'delivered', null, false)
+           from relay.queue_messages as m where m.ctid = any (locked.chosen) and m.attempts > 0;
+    end if;
     return query
         with gone as (delete from relay.queue_messages where ctid = any (locked.chosen) returning *)
         select id, attempts + 1, key, event_id, event_type, host_id, user_id, aggregate_type, aggregate_id, aggregate_version,
@@ -751,6 +795,8 @@ declare
     q      record;
     locked record;
     most   int;
+    killer tid[];
+    why    text;
 begin
     select * into q from relay.queue_state(claim.queue, call);
     if not found then
@@ -762,10 +808,12 @@ begin
     select * into locked from relay.lock_messages(q.id, q.keyed, q.attempts, q.mark, q.due_mark, q.start, greatest(claim.max, 1));
     if locked.left_over <> '{}' then
         most := greatest(q.attempts, 3);
-        perform relay.dead_letter_messages(
-                array(select m.ctid from relay.queue_messages as m
-                       where m.ctid = any (locked.left_over) and m.interruptions + 1 >= most),
-                format('%s transactions that had claimed the message were aborted: it may kill its workers', most));
+        why := format('%s transactions that had claimed the message were aborted: it may kill its workers', most);
+        killer := array(select m.ctid from relay.queue_messages as m
+                         where m.ctid = any (locked.left_over) and m.interruptions + 1 >= most);
+        perform relay.note_attempt(m.ctid, m.attempts + 1, 'failed', why, false)
+           from relay.queue_messages as m where m.ctid = any (killer);
+        perform relay.dead_letter_messages(killer, why);
         update relay.queue_messages as m set interruptions = m.interruptions + 1 where m.ctid = any (locked.left_over);
     end if;
     return query
@@ -804,7 +852,7 @@ begin
     return query
         with held as (
             update relay.queue_messages as m
-               set leased = true, attempts = m.attempts + 1,
+               set leased = true, leased_at = clock_timestamp(), attempts = m.attempts + 1,
                    available_at = greatest(clock_timestamp(), q.due_mark) + greatest(lease.duration, '0 s'),
                    first_taken_at = coalesce(m.first_taken_at, clock_timestamp())
              where m.ctid = any (locked.chosen) returning m.*)
@@ -864,7 +912,7 @@ begin
     if not found then
         q := relay.require_queue(queue, call);
     end if;
-    if not q.keeps then
+    if not q.keeps and complete.attempt <= 1 then
         -- One that was claimed, in one statement.
         delete from relay.queue_messages as m where m.ctid = any (array(
             select n.ctid from relay.queue_messages as n
@@ -877,6 +925,9 @@ begin
     location := relay.lock_message(q.id, complete.id, complete.attempt, false);
     if q.keeps and location is not null then
         perform relay.keep_messages(array[location], complete.attempt, complete.result);
+    end if;
+    if complete.attempt > 1 and location is not null then
+        perform relay.note_attempt(location, complete.attempt, 'delivered', null);
     end if;
     delete from relay.queue_messages as m where m.ctid = location;
     return location is not null;
@@ -972,6 +1023,7 @@ begin
     if location is null then
         return null;
     end if;
+    perform relay.note_attempt(location, retry.attempt, 'failed', retry.error);
     update relay.queue_messages as m
        set leased = false, attempts = retry.attempt, error = retry.error, interruptions = 0,
            first_taken_at = coalesce(m.first_taken_at, clock_timestamp()),
@@ -1005,6 +1057,7 @@ begin
     if location is null then
         return false;
     end if;
+    perform relay.note_attempt(location, fail.attempt, 'failed', fail.error);
     update relay.queue_messages as m set attempts = fail.attempt, error = fail.error where m.ctid = location
     returning m.ctid into location;
     perform relay.dead_letter_messages(array[location], null);
@@ -1640,7 +1693,7 @@ begin
     for each in select p.oid from pg_proc as p
                  where p.pronamespace = 'relay'::regnamespace
                    and p.proname in ('calling_role', 'may_act_as', 'queue_state', 'require_queue', 'begin_messages', 'begin_times', 'move_marks', 'note_progress',
-                                     'was_aborted', 'remove_messages', 'lock_messages', 'dead_letter_messages', 'keep_messages', 'lock_selected', 'take', 'claim',
+                                     'was_aborted', 'remove_messages', 'lock_messages', 'note_attempt', 'dead_letter_messages', 'keep_messages', 'lock_selected', 'take', 'claim',
                                      'lease', 'lock_message', 'complete', 'extend', 'note_message', 'release', 'retry', 'fail', 'requeue', 'duplicate_of', 'enqueue',
                                      'declare_queue', 'wake_workers', 'watch_queue', 'queue_watchers', 'satisfies', 'is_event_field', 'note_queues', 'queues_revision',
                                      'pause_queue', 'purge_queue', 'drop_queue', 'dropped_queues', 'remove_orphans', 'rebuild_queue', 'fill_start', 'require_bounded', 'condition_path') loop
@@ -1727,7 +1780,7 @@ begin
         relay.begin_messages(), relay.begin_times(),
         relay.move_marks(bigint, bigint, timestamptz, timestamptz, bigint), relay.note_progress(record, record), relay.was_aborted(xid), relay.remove_messages(tid[]),
         relay.lock_messages(bigint, boolean, int, bigint, timestamptz, bigint, int),
-        relay.dead_letter_messages(tid[], text), relay.keep_messages(tid[], int, jsonb),
+        relay.note_attempt(tid, int, text, text, boolean), relay.dead_letter_messages(tid[], text), relay.keep_messages(tid[], int, jsonb),
         relay.duplicate_of(bigint, text, text, timestamptz, text, text, jsonb, jsonb), relay.lock_message(bigint, bigint, int, boolean),
         relay.lock_selected(bigint, timestamptz, bigint, text, text, text, text, text, text[], boolean),
         relay.is_event_field(text), relay.wake_workers(bigint), relay.fill_start(text, text, text), relay.dropped_queues(),
