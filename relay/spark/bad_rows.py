@@ -23,7 +23,7 @@ Item = int | DueTransaction
 """A commit, by its full xid, or a deferred transaction of a batch."""
 
 
-class TooMany(Exception):
+class TooManyRefused(Exception):
     """More than MOST of a batch fail; the cause is one fault."""
 
 
@@ -33,7 +33,7 @@ def find(
     """Return those of some items that fail by themselves, each with its fault.
 
     `fault_of` tries some of the items together, and returns their fault. It is called about MOST times log2 of the
-    number of items. Raises TooMany.
+    number of items. Raises TooManyRefused.
     """
     # What is left without any item, such as rows without a c_xid, is in each try.
     if fault_of(()) is not None:
@@ -48,7 +48,7 @@ def find(
         if len(part) == 1:
             found.append((part[0], error))
             if len(found) > MOST:
-                raise TooMany from error
+                raise TooManyRefused from error
             continue
         half = len(part) // 2
         parts += [part[half:], part[:half]]

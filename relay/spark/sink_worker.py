@@ -460,7 +460,7 @@ class SparkWorker(Recurring):
         quoted = not self._transform.has_function
         try:
             found = self._refused_of(session, batch)
-        except bad_rows.TooMany as error:
+        except bad_rows.TooManyRefused as error:
             fault = row_description(error.__cause__ or error, quoted)
             raise self._at_fault(
                 batch,

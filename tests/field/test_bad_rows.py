@@ -196,6 +196,6 @@ def test_all_that_fail_are_found_and_no_other(seed: int) -> None:
 
 
 def test_more_than_the_most_are_refused_and_what_each_try_has_is_nobodys() -> None:
-    with pytest.raises(bad_rows.TooMany):
+    with pytest.raises(bad_rows.TooManyRefused):
         bad_rows.find(range(100), lambda wanted: ValueError() if wanted else None)
     assert bad_rows.find(range(100), lambda _: ValueError()) == []
