@@ -362,10 +362,10 @@ class StreamSource(Part):
         self.heartbeat.update("compares the stream with the outbox", Due.LATE)
         try:
             if audit.seen is None:
-                if not self._is_published():
+                audit.seen = self._published_position()
+                if audit.seen is None:
                     audit.due = now + AUDIT_SECONDS
                     return
-                audit.seen = self._poller.current_position()
                 audit.since = now
             if self._ahead is not None or self.receiver.confirmation.flushed < audit.seen.lsn:
                 return
@@ -430,22 +430,21 @@ class StreamSource(Part):
         reason = f"the stream stands still: {activity}"
         self._enter(POLLS, reason, still=(seen.lsn, reason))
 
-    def _is_published(self) -> bool:
-        """Whether the stream still brings all of the outbox; if not, in mode auto, connect again, which finds out why.
+    def _published_position(self) -> SourcePosition | None:
+        """The source's position, if the stream brings all of the outbox; if not, None, and relay connects again.
 
-        Raises ConfigurationError or RelayError in mode wal, and psycopg.Error.
+        That finds out why. Raises ConfigurationError or RelayError in mode wal, and psycopg.Error.
         """
         before = self._audit.membership
         try:
-            # The receiver has just looked at the publication when relay starts.
-            looks = self._poller.membership if before is None else self._poller.require_published
-            found = self._audit.membership = looks()
+            seen, found = self._poller.published_position()
         except ConfigurationError as error:
             if not self._polls:
                 raise
             log.warning("the stream is left", extra={"fault": str(error)})
             self.receiver.reconnect()
-            return False
+            return None
+        self._audit.membership = found
         if before not in (None, found) and not self._polls:
             source = self._settings.source
             raise RelayError(
@@ -453,7 +452,7 @@ class StreamSource(Part):
                 "read the WAL, which lacks the events between: publish them again, or set source.mode: auto, and start "
                 "relay again"
             )
-        return True
+        return seen
 
     # Steps of polling.
 

@@ -36,11 +36,11 @@ from relay.source.outbox.rows import Portion, prepare_reading
 from relay.source.recognition import Recognition
 from relay.source.server import SourcePosition, current_position, durable_position
 from relay.source.state import POLLS, SourceState
-from relay.source.stream.slot import membership, reader_activity, require_published
+from relay.source.stream.slot import reader_activity, require_published
 from relay.source.witnesses import cover
 from relay.store import completeness, dead_letters, groups
 from relay.store.completeness import Completeness, Moments
-from relay.store.connections import Pool, asking, open_pool, shared_pool
+from relay.store.connections import Connection, Pool, asking, open_pool, shared_pool
 from relay.store.positions import offsets, snapshots
 from relay.store.positions.snapshots import ChainLink
 from relay.waits import Backoff
@@ -138,24 +138,14 @@ class Poller:
         self._drop_plan()
         self._source.close()
 
-    def current_position(self) -> SourcePosition:
-        """The current position of the source. Raises psycopg.Error."""
-        with self._source.connection() as conn:
-            return current_position(conn)
+    def published_position(self) -> tuple[SourcePosition, tuple[int, int | None]]:
+        """The current position of the source, and what `require_published` returns.
 
-    def require_published(self) -> tuple[int, int | None]:
-        """Raise ConfigurationError unless the stream can bring all rows of the outbox. Raises psycopg.Error.
-
-        Returns what changes when the outbox is taken out of the publication and put back.
+        Raises ConfigurationError unless the stream can bring all rows of the outbox, and psycopg.Error.
         """
-        with self._source.connection() as conn:
-            require_published(conn, self._settings.source)
-            return membership(conn, self._settings.source)
-
-    def membership(self) -> tuple[int, int | None]:
-        """What changes when the outbox is taken out of the publication and put back. Raises psycopg.Error."""
-        with self._source.connection() as conn:
-            return membership(conn, self._settings.source)
+        with self._source.connection() as conn, conn.transaction():
+            membership = require_published(conn, self._settings.source)
+            return current_position(conn), membership
 
     def last(self) -> ChainLink | None:
         """The group's last snapshot; None where only the WAL is read, or after `stop`.
@@ -185,7 +175,7 @@ class Poller:
         """
         group = self._settings.group
         with self._target.connection() as target, self._source.connection() as source:
-            positions, links = offsets.positions_and_chain(target, group)
+            positions, links, noted = self._applied(target)
             if not links:
                 return True
             last = links[-1]
@@ -193,7 +183,6 @@ class Poller:
                 return False
             if not seen.snapshot.covers(last.snapshot):
                 return True
-            noted = snapshots.noted_rows(target, group)
             between = Difference(last.snapshot, seen.snapshot)
             if self._lacks_rows(source, target, between, noted):
                 if opening:
@@ -216,15 +205,23 @@ class Poller:
 
         Raises psycopg.Error.
         """
-        group = self._settings.group
         with self._target.connection() as target, self._source.connection() as source:
-            positions, links = offsets.positions_and_chain(target, group)
+            positions, links, noted = self._applied(target)
             if not links or not seen.snapshot.covers(links[-1].snapshot):
                 return False
             if any(position.snapshot_id != links[-1].id for position in positions):
                 return True
             between = Difference(links[-1].snapshot, seen.snapshot)
-            return self._lacks_rows(source, target, between, snapshots.noted_rows(target, group))
+            return self._lacks_rows(source, target, between, noted)
+
+    def _applied(
+        self, target: Connection
+    ) -> tuple[list[offsets.PartitionPosition], list[ChainLink], RowCounts]:
+        """Read where the partitions are, the group's snapshots, and what is noted beside them, in one transaction."""
+        group = self._settings.group
+        with target.transaction():
+            positions, links = offsets.positions_and_chain(target, group)
+            return positions, links, snapshots.noted_rows(target, group)
 
     def reader_activity(self) -> str:
         """Describe what the process does that reads the slot. Raises psycopg.Error."""
@@ -321,11 +318,9 @@ class Poller:
 
     def _begin(self, opening: bool) -> _Plan | None:
         """Plan the first open difference or, with `opening`, open one; None without any."""
-        group = self._settings.group
         with self._target.connection() as target:
-            positions, links = offsets.positions_and_chain(target, group)
-            origin = groups.origin(target, group)
-            applied = snapshots.noted_rows(target, group)
+            positions, links, applied = self._applied(target)
+            origin = groups.origin(target, self._settings.group)
         if not links:
             raise _unchained(self._settings)
         own = [c.snapshot_id or 0 for c in positions if c.partition_id in self._own]

@@ -184,15 +184,23 @@ def drop_slot(conn: psycopg.Connection[object], name: str) -> bool:
 class _Publication:
     """A publication as the catalog shows it: each table with its columns, None where the server does not show them."""
 
+    membership: tuple[int, int | None]
     inserts: bool
     through_root: bool
     tables: dict[str, list[str] | None]
     filters: dict[str, str]
 
 
-def _publication(conn: psycopg.Connection[Any], name: str) -> _Publication | None:
+def _publication(conn: psycopg.Connection[Any], source: SourceSettings) -> _Publication | None:
+    table = "" if source.message_prefix else sql.Identifier(*source.table_name).as_string(conn)
     row = conn.execute(
-        "select pubinsert, pubviaroot from pg_publication where pubname = %s", (name,)
+        """
+        select p.oid::bigint, r.oid::bigint, p.pubinsert, p.pubviaroot
+          from pg_publication as p
+          left join pg_publication_rel as r on r.prpubid = p.oid and r.prrelid = to_regclass(nullif(%s, ''))
+         where p.pubname = %s
+        """,
+        (table, source.publication),
     ).fetchone()
     if row is None:
         return None
@@ -201,10 +209,11 @@ def _publication(conn: psycopg.Connection[Any], name: str) -> _Publication | Non
         sql.SQL(
             "select schemaname || '.' || tablename, {} from pg_publication_tables where pubname = %s"
         ).format(sql.SQL("attnames::text[], rowfilter" if lists_columns else "null, null")),
-        (name,),
+        (source.publication,),
     ).fetchall()
-    inserts, through_root = row
+    publication, entry, inserts, through_root = row
     return _Publication(
+        (publication, entry),
         inserts,
         through_root,
         {table: columns for table, columns, _ in tables},
@@ -212,19 +221,22 @@ def _publication(conn: psycopg.Connection[Any], name: str) -> _Publication | Non
     )
 
 
-def require_published(conn: psycopg.Connection[Any], source: SourceSettings) -> None:
+def require_published(
+    conn: psycopg.Connection[Any], source: SourceSettings
+) -> tuple[int, int | None]:
     """Raise ConfigurationError unless the publication has the outbox's inserts, all of them, under the outbox's name.
 
-    A commit of which the stream brings a part looks like a whole one.
+    A commit of which the stream brings a part looks like a whole one. Returns the oids of the publication and of the
+    outbox's entry in it, which change when the outbox is taken out and put back.
     """
-    publication = _publication(conn, source.publication)
+    publication = _publication(conn, source)
     if publication is None:
         raise ConfigurationError(
             f"source.publication: there is no publication {source.publication!r}: run `relay init`"
         )
     if source.message_prefix is not None:
         # Every publication has logical messages.
-        return
+        return publication.membership
     require_streamable(conn, source)
     alter = f"alter publication {source.publication}"
     if source.table not in publication.tables:
@@ -246,7 +258,7 @@ def require_published(conn: psycopg.Connection[Any], source: SourceSettings) -> 
         )
     published = publication.tables[source.table]
     if published is None:
-        return
+        return publication.membership
     missing = [column for column in mapped(conn, source).values() if column.name not in published]
     if any(column.generated for column in missing):
         names = ", ".join(column.name for column in missing if column.generated)
@@ -261,6 +273,7 @@ def require_published(conn: psycopg.Connection[Any], source: SourceSettings) -> 
             f"(`{alter} drop table {source.table}`, then `{alter} add table {source.table}`), or leave their fields "
             "out of source.columns and source.headers"
         )
+    return publication.membership
 
 
 _LEFT_OUT = """
@@ -296,21 +309,6 @@ def require_streamable(conn: psycopg.Connection[Any], source: SourceSettings) ->
         f"source.table: rows of {source.table} lie in {part}, which {why}: partition the table declaratively with "
         "ordinary tables (`partition by`), or set source.mode: poll"
     )
-
-
-def membership(conn: psycopg.Connection[Any], source: SourceSettings) -> tuple[int, int | None]:
-    """The oids of the publication and of the outbox's entry in it, which change when it is taken out and put back."""
-    name = "" if source.message_prefix else sql.Identifier(*source.table_name).as_string(conn)
-    row = conn.execute(
-        """
-        select p.oid::bigint, r.oid::bigint
-          from pg_publication as p
-          left join pg_publication_rel as r on r.prpubid = p.oid and r.prrelid = to_regclass(nullif(%s, ''))
-         where p.pubname = %s
-        """,
-        (name, source.publication),
-    ).fetchone()
-    return row if row is not None else (0, None)
 
 
 def _refuse_leaves(
