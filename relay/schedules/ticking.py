@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 LONGEST_SLEEP = 2.0
 """In seconds: how long a new schedule, or another instance's end, may go unseen."""
 _NOTHING_SECONDS = 10.0
-"""How long the first schedule of an outbox may go unseen: without one, no connection is kept."""
+"""How long the first schedule of an outbox may go unseen."""
 _BUSY_SECONDS = 0.2
 """After so many seconds a schedule that another session has locked is looked at again."""
 _RETRY_SECONDS = 60.0
@@ -143,7 +143,6 @@ class Ticker(Recurring):
         if wait == 0:
             return 0.0 if has_moved else _BUSY_SECONDS
         if wait is None:
-            self.release()
             return _NOTHING_SECONDS
         return min(max(wait, 0.0), LONGEST_SLEEP)
 
