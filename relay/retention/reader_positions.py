@@ -53,6 +53,16 @@ _NOTE = """
            is distinct from (excluded.snapshot::text, excluded.by_reference, excluded.outbox)
         or r.given_up_at is null and r.noted_at < now() - interval '1 minute'
 """
+_NOTE_ALL = sql.SQL(
+    """
+    with noted as ({}),
+         gone as (delete from relay.readers
+                   where group_id = %(group)s and target = %(target)s and reader <> all (%(readers)s))
+    select reader from relay.readers
+     where group_id = %(group)s and target = %(target)s and reader = any (%(readers)s) and given_up_at is not null
+     order by 1
+    """
+).format(sql.SQL(_NOTE))
 
 
 _MAX_LAG = sql.SQL(
@@ -88,35 +98,30 @@ def of_queue(queue: str) -> str:
     return f"queue {queue}"
 
 
-def note(source: Connection, target: Connection, group: str, outbox: str) -> list[str]:
-    """Note in the source how far the readers of a group are; returns the names of those that are noted.
+def note(
+    source: Connection, target: Connection, group: str, outbox: str
+) -> tuple[list[str], list[str]]:
+    """Note in the source how far the readers of a group are; returns the names of all, and of those given up.
 
     `outbox` is the table that they read. A reader that was given up remains given up. Readers that no longer exist are
     deleted. Raises psycopg.Error.
     """
-    with target.transaction():
-        positions = target.execute(_POSITIONS, {"group": group}).fetchall()
-        of = database_identity(target)
+    positions = target.execute(_POSITIONS, {"group": group}).fetchall()
     names = [reader for reader, _, _ in positions]
-    with source.transaction():
-        source.execute(
-            _NOTE,
-            {
-                "group": group,
-                "target": of,
-                "outbox": outbox,
-                "readers": names,
-                "snapshots": [snapshot for _, snapshot, _ in positions],
-                "by_reference": [
-                    "{" + ",".join(map(str, numbers)) + "}" for _, _, numbers in positions
-                ],
-            },
-        )
-        source.execute(
-            "delete from relay.readers where group_id = %s and target = %s and reader <> all (%s)",
-            (group, of, names),
-        )
-    return names
+    rows = source.execute(
+        _NOTE_ALL,
+        {
+            "group": group,
+            "target": database_identity(target),
+            "outbox": outbox,
+            "readers": names,
+            "snapshots": [snapshot for _, snapshot, _ in positions],
+            "by_reference": [
+                "{" + ",".join(map(str, numbers)) + "}" for _, _, numbers in positions
+            ],
+        },
+    )
+    return names, [name for (name,) in rows]
 
 
 def note_reader(source: Connection, name: str, snapshot: str, outbox: str) -> None:

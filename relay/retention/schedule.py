@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 NOTE_SECONDS = 5.0
-"""The interval at which positions are noted in the source."""
+"""The interval at which positions are noted in the source; twice as long while no position moves."""
 FIRST_SECONDS = 1.0
 """After how long that is done first: relay has other things to do when it starts."""
 ROTATE_SECONDS = 60.0
@@ -97,7 +97,7 @@ class Schedule(Recurring):
             suppress(psycopg.Error),  # the thread tries again
             asking_both(of.source_dsn, of.target_dsn) as (source, target),
         ):
-            self._stop_given_up(source, target)
+            self._stop_given_up(target, reader_positions.given_up(source, target, of.group))
         super().start()
 
     def turn(self) -> float:
@@ -108,7 +108,7 @@ class Schedule(Recurring):
                 # A step that waits for a row of somebody's open transaction fails, and the others are done.
                 with sessions_with({"lock_timeout": LOCK_TIMEOUT}):
                     self._connections = _connect(of)
-            self.retain(*self._connections)
+            has_moved = self.retain(*self._connections)
         except psycopg.errors.ReadOnlySqlTransaction:
             opened = self._connections
             if opened is None or opened[0].broken or not is_standby(opened[0]):
@@ -125,6 +125,7 @@ class Schedule(Recurring):
             raise
         else:
             self._on_standby = False
+            return NOTE_SECONDS if has_moved else 2 * NOTE_SECONDS
         return NOTE_SECONDS
 
     def release(self) -> None:
@@ -136,21 +137,22 @@ class Schedule(Recurring):
         for each in connections or ():
             each.close()
 
-    def retain(self, source: Connection, target: Connection) -> None:
+    def retain(self, source: Connection, target: Connection) -> bool:
         """Delete superseded positions, and note the newest; each minute, remove what all readers are past.
 
-        Raises psycopg.Error, RelayError.
+        Returns whether there were superseded ones. Raises psycopg.Error, RelayError.
         """
         of = self._settings
-        self._superseded.delete(target)
-        noted = reader_positions.note(source, target, of.group, of.source.table)
-        self._stop_given_up(source, target)
+        superseded = self._superseded.delete(target)
+        noted, given_up = reader_positions.note(source, target, of.group, of.source.table)
+        self._stop_given_up(target, given_up)
         now = time.monotonic()
         if now >= self._next_rotation:
             self._next_rotation = now + ROTATE_SECONDS
             self._remove(source, target, noted)
         if not self._faults:
             self.condition.works()
+        return superseded > 0
 
     def _remove(self, source: Connection, target: Connection, noted: list[str]) -> None:
         """Create partitions, and remove what all readers are past; a step that fails is reported."""
@@ -264,10 +266,9 @@ class Schedule(Recurring):
             )
         return any_given_up
 
-    def _stop_given_up(self, source: Connection, target: Connection) -> None:
+    def _stop_given_up(self, target: Connection, names: list[str]) -> None:
         """Pause the sinks that were given up. Raises ConfigurationError if the group itself was."""
         group = self._settings.group
-        names = reader_positions.given_up(source, target, group)
         _require_other_than_group(names, group)
         for name in names:
             if sinks.pause(target, group, name, True, GIVEN_UP):

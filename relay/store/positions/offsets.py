@@ -420,14 +420,6 @@ class Superseded:
 
     def delete(self, conn: psycopg.Connection[Any]) -> int:
         """Delete what has been superseded and is not noted any more; returns how many. Raises psycopg.Error."""
-        with conn.transaction():
-            deleted, following = self._delete_all(conn)
-        # What was rolled back is still to be deleted.
-        self._next = following
-        return deleted
-
-    def _delete_all(self, conn: psycopg.Connection[Any]) -> tuple[int, dict[tuple[str, int], int]]:
-        """Delete it of each; returns how many, and from which number on to look next time."""
         bounds = conn.execute(
             """
             select '', o.partition_id, o.number,
@@ -453,15 +445,25 @@ class Superseded:
                 left.append((owner, partition, oldest, newest, noted_from))
             # What is noted stays, and is looked at again.
             following[owner, partition] = min(newest, max(noted_from, oldest))
+        deleted = self._delete_all(conn, left) if left else 0
+        # What was rolled back is still to be deleted.
+        self._next = following
+        return deleted
+
+    def _delete_all(
+        self, conn: psycopg.Connection[Any], left: list[tuple[str, int, int, int, int]]
+    ) -> int:
+        """Delete the rows of each part, in portions, in one database transaction; returns how many."""
         deleted = 0
-        while left:
-            deleted += self._delete(conn, left)
-            left = [
-                (owner, partition, first + PORTION, newest, noted_from)
-                for owner, partition, first, newest, noted_from in left
-                if first + PORTION < newest
-            ]
-        return deleted, following
+        with conn.transaction():
+            while left:
+                deleted += self._delete(conn, left)
+                left = [
+                    (owner, partition, first + PORTION, newest, noted_from)
+                    for owner, partition, first, newest, noted_from in left
+                    if first + PORTION < newest
+                ]
+        return deleted
 
     def _oldest(
         self, conn: psycopg.Connection[Any], owner: str, partition: int, newest: int
