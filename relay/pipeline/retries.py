@@ -9,13 +9,14 @@ from relay.faults import is_transient
 from relay.pipeline.apply import Applier, Handled
 from relay.runtime.parts import Condition, Due, Recurring
 from relay.runtime.retry import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS
+from relay.waits import Backoff
 
 log = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 0.5
 """How often due transactions are queried: another process, such as a command, may have changed their times."""
-NOTHING_SECONDS = 2.0
-"""The same while none has a time: another process may give one a time, as when it replays one."""
+REST_SECONDS = 5.0
+"""To so many seconds the pause doubles while none has a time: another process may give one a time, by a replay."""
 
 
 class RetryWorker(Recurring):
@@ -50,6 +51,7 @@ class RetryWorker(Recurring):
         self._applier = applier
         self._retried = retried
         self._guarded = False
+        self._pauses = Backoff(PAUSE_SECONDS, REST_SECONDS)
 
     def guard(self) -> None:
         """Guard retries, after a crash, until none is due any more. Call before `start`."""
@@ -61,10 +63,12 @@ class RetryWorker(Recurring):
         times = self._applier.deferred_times()
         found = self._applier.retry_deferred(self._guarded) if times.may_be_due else None
         self.condition.works()
+        if times.may_be_due or times.seconds_to_next is not None:
+            self._pauses.reset()
         if found is not None and found.tried:
             self._retried(found)
             return 0.0
         self._guarded = False
         if times.seconds_to_next is not None:
             return max(0.0, min(times.seconds_to_next, PAUSE_SECONDS))
-        return PAUSE_SECONDS if times.may_be_due else NOTHING_SECONDS
+        return self._pauses.take()
