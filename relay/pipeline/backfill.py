@@ -55,11 +55,14 @@ from relay.store.connections import APPLICATION_NAME, Connection, Pool, asking, 
 from relay.store.positions import offsets, snapshots
 from relay.store.positions.snapshots import ChainLink
 from relay.store.queue_fills import Passed, QueueFill
+from relay.waits import Backoff
 
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 5.0
-"""How long a queue that is to be filled may go unseen: without one, no connection is kept."""
+"""How long the end of another instance, which fills queues, may go unseen."""
+REST_SECONDS = 1.0, 10.0
+"""The first and the longest pause while no queue is to be filled; it doubles. Meanwhile no connection is kept."""
 JOIN_SECONDS = 0.2
 """How long to wait before another attempt to end a fill, while tasks apply a large difference."""
 MOST_ROWS = 200_000
@@ -122,6 +125,7 @@ class QueueFills(Recurring):
         self._settings = settings
         self._target: Connection | None = None
         self._filler: _Filler | None = None
+        self._rests = Backoff(*REST_SECONDS)
 
     def turn(self) -> float:
         """Fill the queues that are to be filled; returns the seconds until the next poll."""
@@ -131,13 +135,14 @@ class QueueFills(Recurring):
                 with asking(self._settings.target_dsn) as conn:
                     if not queue_fills.open_fills(conn, group):
                         self.condition.works()
-                        return POLL_SECONDS
+                        return self._rests.take()
+                self._rests.reset()
                 self._target = connect(self._settings.target_dsn, application_name=APPLICATION_NAME)
             asked = queue_fills.open_fills(self._target, group)
             if not asked:
                 self.release()
                 self.condition.works()
-                return POLL_SECONDS
+                return self._rests.take()
             key = locks.queue_fills(group)
             if not locks.try_lock(self._target, key):
                 self.condition.clear()
