@@ -483,7 +483,8 @@ class SparkWorker(Recurring):
         with conn.transaction():
             dead = Settlement(self._settings, self._name).store(conn, unsettled)
             commits = [item for item, _ in found if isinstance(item, int)]
-            sinks.add_done(conn, group, {self._name: commits})
+            # Rejects a worker that has lost its claim.
+            self._claim.store(state.position, state.epoch, LAGGING, commits)
             brakes.store(conn, group, self._name, limit.streak(self._name))
             if not spark_batches.end(conn, group, self._name, batch.id):
                 raise SinkMoved

@@ -429,7 +429,10 @@ def test_a_fault_tells_where_and_what_and_no_value(
     outbox.publish(host(1), event(1, payload={"card": "s3cret"}))
     here = "tests.integration.test_spark_handler"
     broken: dict[str, dict[str, str]] = {
-        "cast": {"sql": "select cast(payload as int) as amount from events"},
+        "cast": {
+            "sql": "select cast(payload as int) as amount from events",
+            "on_bad_row": "stop",
+        },
         "syntax": {"sql": "selec * form events"},
         "raising": {"transform": f"{here}:raises"},
         "quoting": {"transform": f"{here}:breaks_the_query"},
