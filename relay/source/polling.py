@@ -37,7 +37,6 @@ from relay.source.recognition import Recognition
 from relay.source.server import SourcePosition, current_position, durable_position
 from relay.source.state import POLLS, SourceState
 from relay.source.stream.slot import reader_activity, require_published
-from relay.source.walsender import require_asynchronous
 from relay.source.witnesses import cover
 from relay.store import completeness, dead_letters, groups
 from relay.store.completeness import Completeness, Moments
@@ -142,11 +141,9 @@ class Poller:
     def published_position(self) -> tuple[SourcePosition, tuple[int, int | None]]:
         """The current position of the source, and what `require_published` returns.
 
-        Raises ConfigurationError if the stream cannot bring all rows of the outbox, or commits would wait for it, and
-        psycopg.Error.
+        Raises ConfigurationError unless the stream can bring all rows of the outbox, and psycopg.Error.
         """
         with self._source.connection() as conn, conn.transaction():
-            require_asynchronous(conn)
             membership = require_published(conn, self._settings.source)
             return current_position(conn), membership
 

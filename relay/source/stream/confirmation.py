@@ -74,12 +74,6 @@ class Confirmation:
             return self._flushed >= self._last_commit
 
     @property
-    def is_complete(self) -> bool:
-        """Whether everything that was received is confirmed."""
-        with self._lock:
-            return self._flushed >= self._received
-
-    @property
     def flushed(self) -> Lsn:
         """The position up to which PostgreSQL may recycle the WAL."""
         with self._lock:

@@ -64,8 +64,7 @@ STEADY_SECONDS = 1.0
 RECONNECT_SECONDS = 0.1, 5.0
 """The shortest and the longest wait before the next connection; it doubles while streams end before they work."""
 STANDBYS_SECONDS = 2.0
-"""How often the server is asked whether its commits wait for this stream, as for a synchronous standby, while what is
-received is not confirmed: those that wait for nothing else go on, and the audit of the stream notices."""
+"""How often the server is asked whether its commits wait for this stream, as for a synchronous standby."""
 ASK_SECONDS = 10.0
 """After how long a silence the server is asked for a reply, repeatedly until it answers."""
 
@@ -447,7 +446,7 @@ class Receiver:
                     last_heard = time.monotonic()
                     asked = self._read_socket(pgconn) or asked
                 now = time.monotonic()
-                if now - standbys_asked > STANDBYS_SECONDS and not self.confirmation.is_complete:
+                if now - standbys_asked > STANDBYS_SECONDS:
                     # By this thread: the service may be in a commit that waits for this stream.
                     standbys_asked = now
                     stream.ask_standbys()
