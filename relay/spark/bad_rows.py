@@ -16,7 +16,7 @@ from relay.store.deferred.due import DueTransaction
 from relay.store.positions.spark_batches import Contents
 
 MOST = 20
-"""How many commits of a batch are put aside at most: of more, the query or the function is at fault, not the events."""
+"""The most commits of a batch that become dead letters: where more fail, the query or the function is at fault."""
 
 
 Item = int | DueTransaction
@@ -86,10 +86,10 @@ def dead_letters(
     router = BatchRouter(settings)
     for item, fault in faults:
         if isinstance(item, DueTransaction):
-            letter = DeadLetter(sink, fault, item.attempts + 1)
+            dead = DeadLetter(sink, fault, item.attempts + 1)
             before = AttemptHistory.of(item.attempts, item.failing_seconds)
             for rows, events in sink_batches.deferred_part(target, settings, [item]).pairs():
-                yield Unsettled(rows, events.events, letter, item.keys, before, item)
+                yield Unsettled(rows, events.events, dead, item.keys, before, item)
             continue
         for routed in sink_batches.parts(source, settings, router, sink, [item]):
             for rows, events in routed.pairs():

@@ -420,7 +420,7 @@ class SparkWorker(Recurring):
             if not self._is_of_rows(batch, error):
                 raise
             with self._noticing_death(session), self._watch.during(session, batch.number):
-                if not self._put_aside(session, batch):
+                if not self._dead_letter_refused(session, batch):
                     raise
             return
         finally:
@@ -438,7 +438,7 @@ class SparkWorker(Recurring):
         )
 
     def _is_of_rows(self, batch: OpenBatch, error: Exception) -> bool:
-        """Whether a batch has failed for what its rows have. Raises NotNow where nothing can be put aside of it."""
+        """Whether a batch has failed for what its rows have. Raises NotNow where no commit may become a dead letter."""
         if (
             self._handler.on_bad_row == "stop"
             or not (self._handler.sql or self._transform.has_function)
@@ -451,7 +451,7 @@ class SparkWorker(Recurring):
             raise NotNow(fault) from error
         return True
 
-    def _put_aside(self, session: SparkSession, batch: OpenBatch) -> bool:
+    def _dead_letter_refused(self, session: SparkSession, batch: OpenBatch) -> bool:
         """Make dead letters of what the query or the function refuses, and give the batch up; False if that is nothing.
 
         The next batch has the others. Raises NotNow where that would be too many, SinkMoved and psycopg.Error.
@@ -488,8 +488,8 @@ class SparkWorker(Recurring):
             brakes.store(conn, group, self._name, limit.streak(self._name))
             if not spark_batches.end(conn, group, self._name, batch.id):
                 raise SinkMoved
-        for letter in dead:
-            log.warning("dead letter", extra=letter.fields)
+        for each in dead:
+            log.warning("dead letter", extra=each.fields)
         self._meter.stored(self._name, 0, dead)
         return True
 

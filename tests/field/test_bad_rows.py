@@ -114,7 +114,7 @@ def test_the_others_are_written(
 def test_a_row_is_written_by_a_replay_once_the_query_is_mended(
     outbox: Outbox, spark_session: Session, tmp_path: Path
 ) -> None:
-    """What was put aside could not be written later: databricks/iceberg-kafka-connect#233, dlt-hub/dlt#1980."""
+    """A row that was refused could not be written later: databricks/iceberg-kafka-connect#233, dlt-hub/dlt#1980."""
     settings = lake(outbox, tmp_path, sql=CAST)
     outbox.install_again(settings)
     for each in ("n/a", 1):
