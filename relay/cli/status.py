@@ -82,6 +82,7 @@ def status(
     """Show slot, partitions, sinks and dead letters."""
     from relay.admin.status import lag_seconds, read
     from relay.observe.health import Limits, failures, incomplete
+    from relay.observe.troubles import troubles
 
     if sink and complete_before is None:
         raise ConfigurationError("--sink: needs --complete-before")
@@ -93,7 +94,11 @@ def status(
         state = read(settings)
         if not as_json:
             _print_status(state, settings.source.mode)
-        document = {"group": settings.group, **state.as_json()}
+        document = {
+            "group": settings.group,
+            "troubles": [each.as_json() for each in troubles(state, settings.source.mode)],
+            **state.as_json(),
+        }
         if state.faults:
             away.extend(f"{key}: {why}" for key, why in state.faults.items())
         if state.faults:
@@ -149,9 +154,11 @@ def _readers(settings: Settings, named: list[str] | None) -> list[str]:
 
 
 def _print_status(state: Any, mode: str) -> None:
-    from relay.admin.readers import other_history
+    from relay.observe.troubles import troubles
 
-    facts: list[tuple[str, object]] = [(key, why) for key, why in state.faults.items()]
+    facts: list[tuple[str, object]] = [
+        (each.alert, f"{each.line}{_since(each.since)}") for each in troubles(state, mode)
+    ]
     facts += [("waits", str(each)) for each in state.waits]
     if state.is_known("target.dsn"):
         facts += _group_facts(state)
@@ -160,13 +167,16 @@ def _print_status(state: Any, mode: str) -> None:
     if state.is_known("target.dsn"):
         facts += _target_facts(state)
     facts += [(f"reader {each.name}", _reader_state(each)) for each in state.readers]
-    facts += [("reader", other_history(each)) for each in state.other_histories]
     print_facts(facts)
     if state.partitions:
         print_table(
             ("partition", "next offset", "applied LSN"),
             ((each.partition_id, each.next_offset, each.applied_lsn) for each in state.partitions),
         )
+
+
+def _since(time: datetime | None) -> str:
+    return f" (since {moment(time)})" if time else ""
 
 
 def _group_facts(state: Any) -> list[tuple[str, object]]:
@@ -241,10 +251,6 @@ def _target_facts(state: Any) -> list[tuple[str, object]]:
         facts.append((f"stopped: {each.handler}", f"{each.fault}, {since}"))
         if each.sample:
             facts.append(("", f"such as {each.sample}"))
-    for each in state.parts:
-        facts.append(
-            (f"fails: {each.part}", f"since {moment(each.since)} on {each.instance}: {each.fault}")
-        )
     facts += [(f"queue {each.queue}", _queue_state(each)) for each in state.queues]
     facts += [(f"sink {each.sink}", _sink_state(each, state.instances)) for each in state.sinks]
     facts += [

@@ -31,9 +31,7 @@ from relay.config.types import duration as length_of
 from relay.console.charts import Series, of_group, of_sink
 from relay.faults import ConfigurationError, Unreachable, first_line
 from relay.observe import history
-from relay.observe.health import Limits, failures
-from relay.observe.phrases import counted, duration, moment
-from relay.schedules.steps import GRACE
+from relay.observe.troubles import Trouble, troubles
 from relay.source.outbox.search import EventPage, EventSearch
 from relay.store import (
     actions,
@@ -74,7 +72,6 @@ HISTORY_HOURS = history.KEPT_SECONDS / 3600
 _KINDS = 12
 _EVENTS_SHOWN = 20
 _TIMES = 10
-_FAULTS_SHOWN = 10
 
 
 class Missing(ConfigurationError):
@@ -200,46 +197,9 @@ class GroupView:
             self._last_status = status.read(self._settings, self._last_status)
         return self._last_status
 
-    def troubles(self, current: Status) -> list[str]:
-        """Return a line for each part of the status that needs attention."""
-        lines = [
-            f"{key} cannot be read: what is shown of it is of {moment(current.read_at[key])}"
-            for key in current.faults
-            if key in current.read_at
-        ]
-        lines += failures(current, Limits(), None, {})
-        lines += [
-            f"handler {each.handler} is stopped with {each.fault}, after {each.count}"
-            for each in current.braked
-        ]
-        lines += [
-            f"queue {each.queue} gets no events since {moment(each.stopped_at)}: {each.fault}"
-            for each in current.queues
-            if each.stopped_at is not None
-        ][:_FAULTS_SHOWN]
-        lines += [
-            f"schedule {each.name} has no next time: {each.fault}"
-            if each.fault
-            else f"schedule {each.name} is due for {duration(each.overdue_seconds)}"
-            for each in current.schedules
-            if each.fault or each.overdue_seconds > GRACE.total_seconds()
-        ][:_FAULTS_SHOWN]
-        lines += [
-            f"{each.part} fails on {each.instance} since {moment(each.since)}: {each.fault}"
-            for each in current.parts
-        ]
-        lines += [
-            f"sink {each.sink}: {counted(each.failing, 'endpoint fails', 'endpoints fail')}, "
-            f"{counted(each.disabled, 'is', 'are')} disabled"
-            for each in current.endpoints
-            if each.failing or each.disabled
-        ]
-        for each in current.sinks:
-            if each.state == "paused":
-                lines.append(f"sink {each.sink} is paused by {each.paused_by}")
-            elif each.fault:
-                lines.append(f"sink {each.sink} delivers nothing: {each.fault}")
-        return lines
+    def troubles(self, current: Status) -> list[Trouble]:
+        """Return what of the status needs attention."""
+        return troubles(current, self._settings.source.mode)
 
     def partitions(self, limit: int = PAGE, after: int = -1) -> Partitions:
         """Read the positions of the partitions, in the order of their numbers."""

@@ -19,6 +19,7 @@ from pydantic import (
 from relay.admin.status import Status
 from relay.console.group import MOST, PAGE
 from relay.faults import ConfigurationError
+from relay.observe.troubles import Trouble, Urgency
 from relay.source.outbox.search import EventSearch
 from relay.store.dead_letters import DeadLetterAction, of_queue
 from relay.store.dead_letters.selection import DeadLetterSelection
@@ -341,16 +342,27 @@ class GroupName(BaseModel):
     name: str
 
 
-class StatusAnswer(BaseModel):
-    """What `relay status --json` prints, and a line for each part that needs attention."""
+class TroubleAnswer(BaseModel):
+    """What needs attention: the alert that tells of it, what is wrong since when, and what cures it or shows more."""
 
-    troubles: list[str]
+    alert: str
+    urgency: Urgency
+    text: str
+    cure: str | None
+    since: datetime | None
+
+
+class StatusAnswer(BaseModel):
+    """What `relay status --json` prints, and what needs attention."""
+
+    troubles: list[TroubleAnswer]
     status: dict[str, Any]
 
     @classmethod
-    def of(cls, status: Status, troubles: list[str]) -> StatusAnswer:
+    def of(cls, status: Status, troubles: Sequence[Trouble]) -> StatusAnswer:
         """Return the response for a status."""
-        return cls(troubles=troubles, status=status.as_json())
+        answers = [TroubleAnswer.model_validate(each.as_json()) for each in troubles]
+        return cls(troubles=answers, status=status.as_json())
 
 
 class Payload(BaseModel):

@@ -9,6 +9,7 @@ from urllib.parse import quote, urlencode
 
 from fastapi import Request
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from relay import __version__
@@ -58,6 +59,7 @@ class Views:
             "duration": duration,
             "number": number,
             "counted": of_many,
+            "code": code,
         }
         self._templates.globals |= {
             "address": address,
@@ -149,6 +151,16 @@ def due(moment: datetime | None) -> str:
 def age(moment: datetime | None) -> str:
     """Format the duration since a time."""
     return "-" if moment is None else duration((datetime.now(UTC) - moment).total_seconds())
+
+
+def code(line: str) -> Markup:
+    """Format text in which commands stand between backticks."""
+    parts = line.split("`")
+    marked = [
+        Markup("<code>{}</code>").format(part) if n % 2 and n < len(parts) - 1 else escape(part)
+        for n, part in enumerate(parts)
+    ]
+    return Markup("").join(marked)
 
 
 def of_many(count: int, one: str, many: str) -> str:

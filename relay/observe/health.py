@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
-from relay.admin.readers import other_history
 from relay.admin.status import Status
 from relay.observe.phrases import counted, moment
+from relay.observe.troubles import standstills
 from relay.source.stream.slot import SlotState
 
 
@@ -29,13 +29,8 @@ def failures(
     lag_seconds: float | None,
     sink_lag_seconds: Mapping[str, float],
 ) -> Iterator[str]:
-    """Yield a line for each fault. The lags, in seconds, are only needed if they are limited."""
-    yield from (f"{key}: {why}" for key, why in status.faults.items())
-    if status.is_known("target.dsn") and not status.instances:
-        yield f"no instance of group {status.group!r} runs: start `relay run`"
-    if status.source_mode != "poll" and status.is_known("source.dsn"):
-        yield from _slot(status)
-    yield from map(other_history, status.other_histories)
+    """Yield a line for each standstill and each limit that is exceeded; the lags, in seconds, matter where limited."""
+    yield from (each.line for each in standstills(status))
     if limits.lag_bytes is not None and status.slot is not None:
         yield from _lag_bytes(status.slot, limits.lag_bytes)
     count = status.deferred.transactions if status.deferred else 0
@@ -68,25 +63,6 @@ def incomplete(status: Status, before: datetime, readers: Collection[str]) -> It
             yield f"{name} is not complete before {moment(before)}: it is not known up to when it is"
         elif reached < before:
             yield f"{name} is not complete before {moment(before)}, only before {moment(reached)}"
-
-
-def _slot(status: Status) -> Iterator[str]:
-    slot = status.slot
-    if slot is None:
-        yield "the replication slot is missing: run `relay init`"
-    elif slot.lost:
-        yield f"the slot {slot.name!r} is lost ({slot.invalidation_reason})"
-    elif slot.creating:
-        yield (
-            f"the slot {slot.name!r} is still being created, and waits for {status.slot_waits_for}"
-        )
-    elif not slot.active:
-        yield f"no process reads the slot {slot.name!r}"
-    elif status.is_known("target.dsn") and status.slot_reader not in status.instances:
-        yield (
-            f"the slot {slot.name!r} is read by {status.slot_reader or 'a client without a name'}, "
-            f"which is not an instance of group {status.group!r}"
-        )
 
 
 def _lag_bytes(slot: SlotState, limit: int) -> Iterator[str]:

@@ -332,7 +332,11 @@ SERIES: Sequence[MetricFamily] = (
         "Age of the oldest event that the reader has not read, whether it matches or not; 0 without any.",
         "reader",
     ),
-    _gauge("relay_reader_given_up", "1 while retention keeps no events for the reader.", "reader"),
+    _gauge(
+        "relay_reader_given_up",
+        "1 while retention keeps no events for the reader, or its position is of another history of the database.",
+        "reader",
+    ),
     # Intake
     _counter(
         "relay_intake_messages_total",

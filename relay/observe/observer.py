@@ -208,7 +208,9 @@ class ServiceGauges:
             gauges["relay_schedule_stands_still"][key] = schedule.stands_still
         for reader in counted.readers or ():
             gauges["relay_reader_lag_seconds"][(reader.name,)] = reader.lag_seconds
-            gauges["relay_reader_given_up"][(reader.name,)] = reader.given_up_at is not None
+            gauges["relay_reader_given_up"][(reader.name,)] = (
+                reader.given_up_at is not None or reader.other_history
+            )
 
     def _api(self, gauges: Gauges) -> None:
         counts = api_counts.of(self._settings.group)

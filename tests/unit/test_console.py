@@ -7,7 +7,6 @@ import json
 import socket
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
-from datetime import UTC, datetime
 from importlib.resources import files
 from threading import Event
 from typing import Any
@@ -19,17 +18,12 @@ from jinja2 import Environment, PackageLoader
 from starlette.datastructures import URL
 from starlette.types import Message
 
-from relay.admin.status import Status
 from relay.config.settings import Settings
 from relay.console import charts
 from relay.console.app import create_app
 from relay.console.charts import Point, Series, amount, chart
-from relay.console.group import GroupView
 from relay.console.security import Signer, printable
 from relay.observe.history import Sample
-from relay.store.endpoints import EndpointCounts
-from relay.store.presence import StoredPartFault
-from relay.store.queues import QueueFigures
 from relay.web import protocol, requests, sessions
 from relay.web.requests import Failures, TooManyFailures
 from tests.console import TOKEN, console_of, served
@@ -90,27 +84,6 @@ def test_what_is_no_request_gets_a_problem(sent: bytes) -> None:
     assert head.startswith(b"HTTP/1.1 400 Bad Request")
     assert b"content-type: application/problem+json" in head
     assert json.loads(body)["status"] == 400
-
-
-def test_what_needs_attention_has_endpoints_parts_and_queues() -> None:
-    """An endpoint that failed for an hour, a part that failed and a stopped queue were on the page, not in its list."""
-    began = datetime(2026, 3, 1, 12, tzinfo=UTC)
-    status = Status(
-        "default",
-        "poll",
-        parts=[StoredPartFault("one", "retention", "permission denied", began)],
-        endpoints=[EndpointCounts("hooks", 1, 2), EndpointCounts("other", 0, 0)],
-        queues=[
-            QueueFigures("mail", None, 0, 0, 0, 0, 0.0, 0, stopped_at=began, fault="match"),
-            QueueFigures("other", None, 0, 0, 0, 0, 0.0, 0),
-        ],
-    )
-    settings = Settings(source={"dsn": "dbname=x"})
-    assert GroupView(settings).troubles(status) == [
-        "queue mail gets no events since 2026-03-01 12:00:00 UTC: match",
-        "retention fails on one since 2026-03-01 12:00:00 UTC: permission denied",
-        "sink hooks: 1 endpoint fails, 2 are disabled",
-    ]
 
 
 def test_a_chart_has_words_and_a_table() -> None:
@@ -204,7 +177,19 @@ def test_its_files_are_in_the_package() -> None:
     assert names == {"console.css", "console.js", "icon.svg"}
     environment = Environment(loader=PackageLoader("relay.console"), autoescape=True)
     environment.filters |= dict.fromkeys(
-        ("when", "ago", "age", "due", "recently", "amount", "duration", "number", "counted"), str
+        (
+            "when",
+            "ago",
+            "age",
+            "due",
+            "recently",
+            "amount",
+            "duration",
+            "number",
+            "counted",
+            "code",
+        ),
+        str,
     )
     templates = environment.list_templates()
     assert "base.html" in templates
