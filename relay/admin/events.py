@@ -193,14 +193,14 @@ def _positions(settings: Settings, target: Connection) -> dict[str, ReadPosition
 
 
 def _done(kept: Sequence[KeptAttempt], stored: Set[str]) -> Iterator[StoredState]:
-    """Yield the messages that are done after they had failed, of queues where none of the event is stored any more."""
+    """Yield the messages that were dropped, or had failed and are done, of queues where none of the event is stored."""
     last = {queue_of(each.consumer): each for each in reversed(kept)}
     for queue, each in last.items():
-        if queue is not None and queue not in stored and each.outcome == "delivered":
+        if queue is not None and queue not in stored and each.outcome != "failed":
             yield StoredState(
                 *("message", queue, each.message_id, "done", each.number, each.began_at),
                 until=None,
-                reason=None,
+                reason=each.error,
             )
 
 

@@ -115,7 +115,7 @@ _TAKEN = (
 CLAIM = _call("relay.claim", "p.a->>'queue'", result=_TAKEN)
 LEASE = _call("relay.lease", "p.a->>'queue'", "1", _SECONDS, result=_TAKEN)
 EXTEND = _call("relay.extend", *_OF_ATTEMPT, _SECONDS)
-COMPLETE = _call("relay.complete", *_OF_ATTEMPT, "(p.a->'result')::jsonb")
+COMPLETE = _call("relay.complete", *_OF_ATTEMPT, "(p.a->'result')::jsonb", "p.a->>'dropped'")
 NOTE = _call("relay.note_message", *_OF_ATTEMPT, "(p.a->'note')::jsonb")
 RELEASE = _call("relay.release", *_OF_ATTEMPT, _SECONDS, "p.a->>'error'")
 RETRY = _call("relay.retry", *_OF_ATTEMPT, _SECONDS, "p.a->>'error'")
@@ -254,9 +254,10 @@ def attempt_of(row: str) -> dict[str, Any]:
 
 def end_of(attempt: Mapping[str, Any], error: BaseException) -> tuple[Statement, dict[str, Any]]:
     """Return the statement, and its parameters, that ends an attempt which raised an error."""
+    text = text_of(error)
     if isinstance(error, Drop):
-        return COMPLETE, {**attempt}
-    told = {**attempt, "error": text_of(error)}
+        return COMPLETE, {**attempt, "dropped": text}
+    told = {**attempt, "error": text}
     if isinstance(error, Fail):
         return FAIL, told
     return RETRY, told | {"seconds": named_wait(error)}

@@ -897,9 +897,10 @@ end
 $$;
 
 -- Ends a message that was leased or claimed: it is done. Returns whether it was still this worker's. relay.queue_items shows the result
--- for the queue's keep_done.
+-- for the queue's keep_done. `dropped` says why the worker has left it without effects.
 create or replace function relay.complete(
-    queue text, id bigint, attempt int, result jsonb default null, call relay.call default relay.this_call()
+    queue text, id bigint, attempt int, result jsonb default null, dropped text default null,
+    call relay.call default relay.this_call()
 ) returns boolean
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set plan_cache_mode = force_generic_plan
@@ -912,7 +913,7 @@ begin
     if not found then
         q := relay.require_queue(queue, call);
     end if;
-    if not q.keeps and complete.attempt <= 1 then
+    if not q.keeps and complete.attempt <= 1 and complete.dropped is null then
         -- One that was claimed, in one statement.
         delete from relay.queue_messages as m where m.ctid = any (array(
             select n.ctid from relay.queue_messages as n
@@ -926,8 +927,9 @@ begin
     if q.keeps and location is not null then
         perform relay.keep_messages(array[location], complete.attempt, complete.result);
     end if;
-    if complete.attempt > 1 and location is not null then
-        perform relay.note_attempt(location, complete.attempt, 'delivered', null);
+    if (complete.attempt > 1 or complete.dropped is not null) and location is not null then
+        perform relay.note_attempt(
+            location, complete.attempt, case when complete.dropped is null then 'delivered' else 'dropped' end, complete.dropped);
     end if;
     delete from relay.queue_messages as m where m.ctid = location;
     return location is not null;
@@ -1723,7 +1725,7 @@ begin
         grant select on relay.queue_figures to relay_worker;
         grant execute on function relay.take(text, int, relay.call), relay.claim(text, int, relay.call),
             relay.lease(text, int, interval, relay.call),
-            relay.complete(text, bigint, int, jsonb, relay.call), relay.extend(text, bigint, int, interval, relay.call),
+            relay.complete(text, bigint, int, jsonb, text, relay.call), relay.extend(text, bigint, int, interval, relay.call),
             relay.note_message(text, bigint, int, jsonb, relay.call),
             relay.release(text, bigint, int, interval, text, relay.call),
             relay.retry(text, bigint, int, interval, text, relay.call), relay.fail(text, bigint, int, text, relay.call),

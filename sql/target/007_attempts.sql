@@ -65,7 +65,7 @@ comment on column relay.attempts.began_at is
 comment on column relay.attempts.seconds is
     'how long the attempt took; in a batch that of the call; null where that is not known';
 comment on column relay.attempts.outcome is
-    'delivered (also: its worker has completed the message), dropped (the sink has ended it without effects) or failed';
+    'delivered (also: its worker has completed the message), dropped (the sink or the worker has ended it without effects) or failed';
 comment on column relay.attempts.status is
     'the status of an HTTP response';
 comment on column relay.attempts.error is

@@ -12,12 +12,15 @@ import psycopg
 import pytest
 from typer.testing import CliRunner
 
+from relay import Drop, RetryLater
 from relay.admin.events import find
 from relay.admin.retention import erase
 from relay.api.events import EventAttempt
 from relay.cli.app import app
+from relay.client.worker import Message, Worker
 from tests.console import Program, Visitor, console_of, served
 from tests.outbox import Outbox, host, wait_until
+from tests.workers import working
 
 _KEPT = """
     select number, outcome, error from relay.attempts
@@ -135,6 +138,30 @@ def test_a_message_that_is_done_at_once_leaves_nothing(
     succeeds(worker, how)
     assert kept(outbox, message) == []
     assert outbox.value("select count(*) from relay.attempts") == 0
+
+
+@pytest.mark.parametrize("lease", [None, 30], ids=["claimed", "leased"])
+def test_a_message_that_its_worker_drops_is_not_delivered(
+    outbox: Outbox, worker: psycopg.Connection[Any], lease: int | None
+) -> None:
+    """A job that its worker had refused looked like one that had succeeded."""
+    ids = [enqueue(outbox), enqueue(outbox, 2)]
+    mail = Worker(outbox.worker_dsn, "mail", lease=lease, poll=0.05)
+
+    @mail.handles()
+    def handle(message: Message, _: object = None) -> None:
+        if message.id == ids[0] and message.attempt == 1:
+            raise RetryLater("closed", after=0)
+        raise Drop("not ours\nat all")
+
+    with working(mail):
+        wait_until(lambda: outbox.value("select count(*) from relay.queue_messages") == 0)
+    dropped = ("dropped", "Drop: not ours")
+    assert kept(outbox, ids[0]) == [(1, "failed", "RetryLater: closed"), (2, *dropped)]
+    assert kept(outbox, ids[1]) == [(1, *dropped)]
+    event = outbox.value("select event_ids[1] from relay.attempts where number = 2")
+    (destination,) = find(outbox.settings(), event).destinations
+    assert (destination.state, destination.reason) == ("done", dropped[1])
 
 
 @pytest.mark.parametrize("how", ["retry", "fail"])

@@ -25,9 +25,10 @@ LANDED = {
     "outbox/004_subscribers.sql": "e06f7c204ab00a3e4bdf515bc8b3d53cee0bd06c790ecc200a7718befc8e53ae",
     "target/001_target.sql": "32be4b67b8321aeda29e338ac36074af0585a4548680ab6eabff2e75f5034cd4",
     "target/002_retention.sql": "b297bddc2124091b683d7c9c11754067c52c59639051196144ff6777847b9124",
-    "target/004_queues.sql": "4b0eeba6f6c1a7213e0b3e129c37d346e6306f712ce960951a3ffeaa386f753d",
+    "target/004_queues.sql": "f063a1825dc42d5e30d427d02f9dae6fc48b83b7bc44f974d0d8b3196d21f4c3",
     "target/005_scheduled.sql": "e699fd3a1eec43440accd88740563e50ff686f44939738db671353080bf2d5b8",
     "target/006_dead_letters.sql": "c56bac2752cbb7b46ea9dae6a934d142bc2a0e808f9487722789154f90fdee84",
+    "target/007_attempts.sql": "ec3ddb760462bb72afd53c586b5e1dd8a229662129e630e6f6fb5221c7f7dcbd",
 }
 """The editions of the files in the relay that landed before, each of which has changed since."""
 
