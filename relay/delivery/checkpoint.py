@@ -26,7 +26,7 @@ from relay.model.dispositions import Applied, Blocked, Disposition, RetryLater, 
 from relay.model.events import Lsn
 from relay.pipeline.failure_limit import FailureLimit
 from relay.pipeline.listeners import Meter
-from relay.pipeline.settlement import Settlement, Unsettled
+from relay.pipeline.settlement import Settlement, Unsettled, log_dead
 from relay.source.server import SourcePosition
 from relay.store import activity, brakes
 from relay.store.activity import Attempts
@@ -384,8 +384,7 @@ class Checkpoint:
     ) -> None:
         """Log dead letters and the faults that defer transactions, and count both. Called once they are stored."""
         self._settlement.log_retries(dispositions)
-        for each in dead:
-            log.warning("dead letter", extra=each.fields)
+        log_dead(dead)
         self._context.meter.stored(self._context.name, sum(map(is_deferred, dispositions)), dead)
 
 

@@ -12,6 +12,7 @@ from relay.model.batch import Batch, Outcome, TaskOutcome
 from relay.model.events import POSTGRES_EPOCH
 from relay.pipeline.apply import Handled
 from relay.pipeline.listeners import BatchListener
+from relay.pipeline.settlement import log_dead
 from relay.runtime.parts import Condition, Recurring
 
 log = logging.getLogger(__name__)
@@ -131,8 +132,7 @@ class Summary(BatchListener, Recurring):
 def _log_failed(done: TaskOutcome | Handled, **fields: str) -> None:
     for fault in done.braked:
         log.error("a handler is stopped", extra={"fault": fault})
-    for dead in done.dead:
-        log.warning("dead letter", extra={**fields, **dead.fields})
+    log_dead(done.dead, **fields)
 
 
 def _lag(batch: Batch) -> dict[str, float | int]:

@@ -211,6 +211,12 @@ class Settlement:
             self._lines.note(attempts, handler=handler, fault=fault)
 
 
+def log_dead(dead: Iterable[DeadLetterReport], **fields: object) -> None:
+    """Log the transactions that were dead-lettered, once that is stored, in lines that have more `fields`."""
+    for each in dead:
+        log.warning("dead letter", extra={**fields, **each.fields})
+
+
 def _deferral(each: Unsettled) -> Deferral | None:
     """The deferral of a transaction: until its retry or its time, or while it is blocked; None if its keys are free."""
     disposition, before = each.disposition, each.before

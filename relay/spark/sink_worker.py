@@ -24,7 +24,7 @@ from relay.faults import NotNow, Rejected
 from relay.model.snapshots import full_xids
 from relay.pipeline.failure_limit import FailureLimit
 from relay.pipeline.listeners import Meter
-from relay.pipeline.settlement import Settlement
+from relay.pipeline.settlement import Settlement, log_dead
 from relay.retention import restoration
 from relay.runtime.parts import Condition, Due, Recurring
 from relay.runtime.retry import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS
@@ -488,8 +488,7 @@ class SparkWorker(Recurring):
             brakes.store(conn, group, self._name, limit.streak(self._name))
             if not spark_batches.end(conn, group, self._name, batch.id):
                 raise SinkMoved
-        for each in dead:
-            log.warning("dead letter", extra=each.fields)
+        log_dead(dead)
         self._meter.stored(self._name, 0, dead)
         return True
 
