@@ -18,6 +18,7 @@ from relay.admin import tokens
 from relay.api.positions import parse
 from relay.api.server import api_server
 from relay.config.settings import Settings
+from tests.clients import http_client
 from tests.outbox import Outbox, initialise
 
 API: dict[str, Any] = {"listen": "127.0.0.1:0"}
@@ -59,7 +60,7 @@ class Program:
     """A program with a token."""
 
     def __init__(self, address: str, token: str) -> None:
-        self.client = httpx.Client(base_url=f"{address}/v1", headers=authorized(token), timeout=30)
+        self.client = http_client(f"{address}/v1", headers=authorized(token))
 
     def get(self, path: str, **query: Any) -> Any:
         """The JSON of a resource."""

@@ -22,6 +22,7 @@ from xdist.scheduler import LoadScopeScheduling, Scheduling
 from relay import logs
 from relay.config.settings import SparkSettings
 from relay.spark.session import Session
+from tests import clients
 from tests.outbox import Copied, Installing, Outbox
 from tests.postgres import CARELESS, Server, start_server
 from tests.roles import make_all
@@ -128,6 +129,13 @@ def server() -> Iterator[Server]:
             make_all(conn)
         with running.keeping_session():
             yield running
+
+
+@pytest.fixture(autouse=True)
+def closed_clients() -> Iterator[None]:
+    """Close the HTTP clients of a test at its end."""
+    with clients.opened:
+        yield
 
 
 @pytest.fixture

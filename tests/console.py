@@ -11,6 +11,7 @@ import httpx
 
 from relay.config.settings import Settings
 from relay.console.server import console_server
+from tests.clients import http_client
 
 TOKEN = "a-token-of-the-tests"
 
@@ -33,7 +34,7 @@ class Visitor:
     """A user who has logged in with a browser: it follows redirects, keeps cookies, and sends forms."""
 
     def __init__(self, address: str, name: str = "anna", token: str = TOKEN) -> None:
-        self.client = httpx.Client(base_url=address, follow_redirects=True, timeout=30)
+        self.client = http_client(address, follow_redirects=True)
         self.seconds: dict[str, float] = {}
         """How long each page took, in seconds."""
         self.login = self.client.post("/login", data={"name": name, "token": token, "next": "/"})
@@ -56,10 +57,9 @@ class Program:
     """A program that uses the API with the token."""
 
     def __init__(self, address: str, group: str = "default", **headers: str) -> None:
-        self.client = httpx.Client(
-            base_url=f"{address}/api/v1/groups/{group}",
+        self.client = http_client(
+            f"{address}/api/v1/groups/{group}",
             headers={"authorization": f"Bearer {TOKEN}", "relay-operator": "robot", **headers},
-            timeout=30,
         )
 
     def get(self, path: str, **query: Any) -> Any:

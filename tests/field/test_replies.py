@@ -28,6 +28,7 @@ from relay.store.api_tokens import TokenRow
 from relay.store.connections import Connection
 from relay.store.log_pages import LogPosition
 from tests.api import authorized, new_token, served, settings_of
+from tests.clients import http_client
 from tests.outbox import Outbox, event, host, wait_until
 
 HOST = host(1)
@@ -52,8 +53,8 @@ class Shop:
         self.outbox = outbox
         self.settings = settings
         self.posted: set[uuid.UUID] = set()
-        self.client = httpx.Client(
-            base_url=f"{address}/v1",
+        self.client = http_client(
+            f"{address}/v1",
             headers=authorized(token),
             timeout=90,
             limits=httpx.Limits(max_connections=None),

@@ -20,6 +20,7 @@ from relay.demo.embedded import free_port
 from relay.faults import ConfigurationError
 from relay.observe import api_counts
 from tests.api import API, Program, Source, authorized, new_token, served, settings_of
+from tests.clients import http_client
 from tests.observing import Scrape, is_good
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import relay, running
@@ -60,7 +61,7 @@ def publish_amounts(outbox: Outbox, *amounts: int, host_id: uuid.UUID = _HOST, *
 def test_who_has_no_valid_token_is_refused(settings: Settings, address: str) -> None:
     """Without one, with a wrong, revoked or expired one, with a cookie; only the description is open."""
     token = new_token(settings)
-    client = httpx.Client(base_url=address)
+    client = http_client(address)
     ok = client.get("/v1/events", headers=authorized(token))
     assert ok.status_code == 200
     assert ok.headers["cache-control"] == "no-store"
@@ -83,7 +84,7 @@ def test_who_has_no_valid_token_is_refused(settings: Settings, address: str) -> 
 
 def test_a_token_that_expires_is_refused(outbox: Outbox, settings: Settings, address: str) -> None:
     token = new_token(settings)
-    client = httpx.Client(base_url=address, headers=authorized(token))
+    client = http_client(address, headers=authorized(token))
     assert client.get("/v1/events").status_code == 200
     outbox.conn.execute("update relay.api_tokens set expires_at = now() + interval '1 second'")
     wait_until(lambda: client.get("/v1/events").status_code == 401, 15)
@@ -136,7 +137,7 @@ def test_wrong_tokens_of_an_address_do_not_refuse_the_right_one(
     settings: Settings, address: str
 ) -> None:
     token = new_token(settings)
-    client = httpx.Client(base_url=address)
+    client = http_client(address)
     refused = [
         client.get("/v1/events", headers=authorized(f"guess {number}")) for number in range(12)
     ]

@@ -22,6 +22,7 @@ from relay.config.settings import Settings
 from relay.intake.messages import derived
 from relay.observe import api_counts
 from tests.api import API, authorized, new_token, served, settings_of
+from tests.clients import http_client
 from tests.outbox import Outbox, host, wait_until
 
 EVENTS = {
@@ -42,7 +43,7 @@ class Publisher:
     """A program that publishes with a token."""
 
     def __init__(self, address: str, token: str) -> None:
-        self.client = httpx.Client(base_url=f"{address}/v1", headers=authorized(token), timeout=30)
+        self.client = http_client(f"{address}/v1", headers=authorized(token))
 
     def post(self, document: Any, key: str | None = None, **query: Any) -> httpx.Response:
         headers = {"idempotency-key": key} if key else {}

@@ -21,6 +21,7 @@ from psycopg.types.json import Jsonb
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.schedules.ticking import Ticker
+from tests.clients import http_client
 from tests.console import TOKEN, Program, Visitor, console_of, served
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import relay, running
@@ -75,7 +76,7 @@ def test_nobody_gets_in_without_the_token(settings: Settings, address: str) -> N
     """Every page and resource is refused, but for the login and what a browser needs to show it."""
     from relay.console.app import create_app
 
-    client = httpx.Client(base_url=address)
+    client = http_client(address)
     assert settings.observe.console is not None
     app = create_app([settings], settings.observe.console)
     paths = [
@@ -174,7 +175,7 @@ def test_other_sites_cannot_act(outbox: Outbox, address: str) -> None:
 
 def test_who_guesses_tokens_has_to_wait_and_locks_out_nobody(address: str) -> None:
     """After ten wrong tokens an address is refused for a while, but the right token of that address is not."""
-    client = httpx.Client(base_url=address)
+    client = http_client(address)
     answers = [
         client.get("/api/v1/groups", headers={"authorization": f"Bearer {number}"})
         for number in range(11)

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from relay.admin.events import EventDestination, UnknownEvent, find, search
@@ -14,6 +13,7 @@ from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.source.outbox import search as outbox_search
 from relay.source.outbox.search import EventPage, EventSearch
+from tests.clients import http_client
 from tests.console import TOKEN, console_of, served
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import relay
@@ -150,7 +150,7 @@ def test_the_command_the_api_and_the_page_say_the_same(
     assert lines[-1].split("\t")[:4] == ["target", "-", "projection", "waiting"]
     printed = json.loads(relay(*words, "--json").stdout)
     with served(settings) as address:
-        client = httpx.Client(base_url=address, headers={"Authorization": f"Bearer {TOKEN}"})
+        client = http_client(address, headers={"Authorization": f"Bearer {TOKEN}"})
         answer = client.get(f"/api/v1/groups/default/events/{number}")
         assert answer.json()["destinations"][0] == printed["destinations"][0]
         assert client.get("/api/v1/groups/default/events/odd").status_code == 404
@@ -244,7 +244,7 @@ def test_the_pages_of_events_lead_from_a_search_to_the_causes(
             " select group_id, dead_transaction, array[id], 'replay', 'mended' from relay.dead_letter_queue"
         )
     with served(settings) as address:
-        client = httpx.Client(base_url=address, headers={"Authorization": f"Bearer {TOKEN}"})
+        client = http_client(address, headers={"Authorization": f"Bearer {TOKEN}"})
         rows = client.get("/api/v1/groups/default/events", params={"host": str(host(1))}).json()
         assert [each["id"] for each in rows["rows"]] == [dead]
         answer = client.get("/api/v1/groups/default/events", params={"before": "odd"})
