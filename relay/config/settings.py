@@ -195,20 +195,18 @@ class SinksSettings(Section):
 
 
 class AttemptSettings(Section):
-    """Which attempts to deliver are kept, for how long, and in how much room: `relay.attempts` of the target.
-
-    Groups that share a target share the room: the least `max_bytes` counts.
-    """
+    """Which attempts to deliver are kept, for how long, and in how much room: `relay.attempts` of the target."""
 
     record: Recorded = "failures"
-    """Which attempts of sinks are kept, unless a handler says otherwise: `failures` are those that fail, those that
-    drop, and the delivery of what has failed or was deferred before; `all` are those that succeed at once, too."""
+    """Which attempts of sinks and queues are kept, unless a sink says otherwise: `failures` are those that fail, those
+    that drop, and the delivery of what has failed or was deferred before; `all` are those that succeed at once, too."""
     keep: Annotated[Duration, Field(le=timedelta(days=7))] = timedelta(days=7)
     """How long they are kept, at most `7d`; they are removed within a day after that."""
     answers: bool = False
     """Keep the first 1,000 bytes of HTTP responses with them. A response may quote what was sent."""
     max_bytes: Annotated[int, Field(ge=1024 * 1024), Number] = 1024**3
-    """The most octets of the table with its indexes: beyond that the oldest day of attempts is removed."""
+    """The most octets of the table with its indexes: beyond that the oldest day of attempts is removed. Groups that
+    share a target share the room: it is the sum of theirs."""
 
 
 class DeadLetterLimits(Section):

@@ -15,7 +15,7 @@ from relay.faults import ConfigurationError, describe
 from relay.retention import partitions, reader_positions
 from relay.runtime.parts import Condition, Recurring
 from relay.source.server import is_standby
-from relay.store import actions, clock, completeness, locks
+from relay.store import actions, attempts, clock, completeness, locks
 from relay.store.connections import (
     APPLICATION_NAME,
     Connection,
@@ -166,7 +166,8 @@ class Schedule(Recurring):
         with self._step("cancellations", target):
             self._remove_cancellations(target)
         with self._step("attempts", target):
-            target.execute("select relay.prune_attempts(%s)", (self._settings.attempts.max_bytes,))
+            of = self._settings
+            attempts.prune(target, of.group, of.attempts)
         key = locks.retention(self._settings.source.table)
         if locks.try_lock(source, key):
             try:

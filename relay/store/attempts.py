@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple, cast
 
 from psycopg.rows import class_row
 
+from relay.config.settings import AttemptSettings
 from relay.store import literals
 from relay.store.connections import Connection
 from relay.store.literals import codec_of, writable
@@ -93,6 +94,24 @@ class KeptAttempt:
     error: str | None
     answer: str | None
     resent_by: str | None
+
+
+def prune(conn: Connection, group: str, settings: AttemptSettings) -> None:
+    """Note what a group keeps, also for its queues, and empty the slices for which there is no time or room.
+
+    The room is that of all groups together. Writes only what has changed. Raises psycopg.Error.
+    """
+    conn.execute(
+        """
+        insert into relay.attempt_settings (group_id, record, keep, max_bytes)
+        select n.* from (values (%s, %s, %s::interval, %s::bigint)) as n (group_id, record, keep, max_bytes)
+         where not exists (select from relay.attempt_settings as s where s = n)
+            on conflict (group_id) do update
+           set record = excluded.record, keep = excluded.keep, max_bytes = excluded.max_bytes
+        """,
+        (group, settings.record, settings.keep, settings.max_bytes),
+    )
+    conn.execute("select relay.prune_attempts(sum(max_bytes)::bigint) from relay.attempt_settings")
 
 
 def of_event(conn: Connection, group: str, event: str) -> list[KeptAttempt]:

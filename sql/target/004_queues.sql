@@ -254,14 +254,26 @@ comment on column relay.queue_fill_deferred.last_offset is
 comment on column relay.queue_fill_deferred.keys is
     'how its rows are found: their c_xid or, if they are older than that column, each c_offset';
 
+-- What the groups' configurations say of attempts that are kept: workers have none. A group that relay has not noted yet has the defaults.
+create table if not exists relay.attempt_settings (
+    group_id  text     primary key,
+    record    text     not null,
+    keep      interval not null,
+    max_bytes bigint   not null
+);
+
+comment on table relay.attempt_settings is
+    'attempts of the configuration of each group, as the instance that started last has it';
+
 -- The functions that nobody else may call have no settings of their own, which would cost as much as a statement: those that call
 -- them set the search path and how statements are planned.
 
 -- What the functions below need of a queue; no row unless it is declared, the caller may take from it, and its newest mark is not far ahead
 -- of the clock, which was set back then. One less far ahead is the queue's present until the clock has reached it.
+drop function if exists relay.queue_state(text, relay.call); -- without `records_all`
 create or replace function relay.queue_state(asked text, call relay.call)
 returns table (id bigint, keyed boolean, key text, attempts int, backoff interval, max_backoff interval, keeps boolean,
-               paused boolean, mark bigint, due_mark timestamptz, noted_at timestamptz, start bigint)
+               paused boolean, mark bigint, due_mark timestamptz, noted_at timestamptz, start bigint, records_all boolean)
 language sql stable
 as $$
     select q.id, q.key <> 'none', q.key, q.attempts, q.backoff, q.max_backoff, q.keep_done is not null,
@@ -269,7 +281,8 @@ as $$
            -- So that sessions do not all search again at the same moment.
            case when m.noted_at > statement_timestamp() - interval '1 second' * (1 + pg_backend_pid() % 16 / 16.0)
                      and m.noted_at <= statement_timestamp()
-                then m.start else 0 end
+                then m.start else 0 end,
+           exists (select from relay.attempt_settings as s where s.group_id = q.group_id and s.record = 'all')
       from relay.queues as q
       left join lateral (select n.mark, n.due_mark, n.noted_at, n.start from relay.queue_marks as n
                           where n.queue_id = q.id order by n.mark desc, n.due_mark desc, n.noted_at desc limit 1) as m on true
@@ -609,15 +622,22 @@ end
 $$;
 
 -- Keeps what became of an attempt of a locked message in relay.attempts. `attempt` is null where its lease has expired; `ends` is false
--- where it is not known since when the attempt lasts, or until when. Waits for nobody: while relay empties the slice, nothing is kept.
+-- where it is not known since when the attempt lasts, or until when. Nothing is kept where attempts.record says so, nor while relay
+-- empties the slice: it waits for nobody.
 create or replace function relay.note_attempt(location tid, attempt int, outcome text, why text, ends boolean default true) returns void
 language plpgsql
 as $$
 declare
-    until timestamptz := now() + interval '7 days';
-    day   int := extract(epoch from until)::bigint / 86400 % 9;
+    until timestamptz;
+    day   int;
 begin
-    if not pg_try_advisory_xact_lock_shared(x'71617474'::int, day) then
+    select now() + coalesce(s.keep, '7 days') into until
+      from relay.queue_messages as m
+      join relay.queues as q on q.id = m.queue_id
+      left join relay.attempt_settings as s on s.group_id = q.group_id
+     where m.ctid = location and s.record is distinct from 'none';
+    day := extract(epoch from until)::bigint / 86400 % 9;
+    if day is null or not pg_try_advisory_xact_lock_shared(x'71617474'::int, day) then
         return;
     end if;
     insert into relay.attempts (
@@ -739,7 +759,7 @@ begin
     if q.paused then
         return;
     end if;
-    if not q.keyed and not q.keeps then
+    if not q.keyed and not q.keeps and not q.records_all then
         -- What relay.lock_messages does where nothing is due, in one statement. Each row is looked up by its ctid, in the order of the ids.
         return query
             delete from relay.queue_messages as m
@@ -765,9 +785,9 @@ begin
     if q.keeps then
         perform relay.keep_messages(locked.chosen);
     end if;
-    if locked.tried > 0 then
+    if locked.tried > 0 or q.records_all then
         perform relay.note_attempt(m.ctid, m.attempts + 1, 'delivered', null, false)
-           from relay.queue_messages as m where m.ctid = any (locked.chosen) and m.attempts > 0;
+           from relay.queue_messages as m where m.ctid = any (locked.chosen) and (m.attempts > 0 or q.records_all);
     end if;
     return query
         with gone as (delete from relay.queue_messages where ctid = any (locked.chosen) returning *)
@@ -913,7 +933,7 @@ begin
     if not found then
         q := relay.require_queue(queue, call);
     end if;
-    if not q.keeps and complete.attempt <= 1 and complete.dropped is null then
+    if not q.keeps and complete.attempt <= 1 and complete.dropped is null and not q.records_all then
         -- One that was claimed, in one statement.
         delete from relay.queue_messages as m where m.ctid = any (array(
             select n.ctid from relay.queue_messages as n
@@ -927,7 +947,7 @@ begin
     if q.keeps and location is not null then
         perform relay.keep_messages(array[location], complete.attempt, complete.result);
     end if;
-    if (complete.attempt > 1 or complete.dropped is not null) and location is not null then
+    if (complete.attempt > 1 or complete.dropped is not null or q.records_all) and location is not null then
         perform relay.note_attempt(
             location, complete.attempt, case when complete.dropped is null then 'delivered' else 'dropped' end, complete.dropped);
     end if;
@@ -1739,6 +1759,8 @@ begin
     end if;
     if to_regrole('relay') is not null then
         grant select on relay.queues, relay.queue_revisions, relay.queue_items, relay.queue_figures to relay;
+        -- To say which attempts are kept.
+        grant select, insert, update on relay.attempt_settings to relay;
         -- To stop a queue whose match or condition cannot be evaluated.
         grant update (stopped_at, fault) on relay.queues to relay;
         -- To fill a queue from the log, and to say that it is filled.
@@ -1775,7 +1797,7 @@ begin
     revoke update on relay.group_partitions from relay_owner;
     grant select, insert, update, delete on relay.queues, relay.queue_revisions, relay.queue_messages, relay.queue_dead_letters,
         relay.queue_done, relay.queue_marks, relay.queue_fills, relay.queue_fill_deferred to relay_owner;
-    grant select on relay.snapshots to relay_owner;
+    grant select on relay.snapshots, relay.attempt_settings to relay_owner;
     grant select, usage on sequence relay.queue_message_ids to relay_owner;
     grant execute on function relay.calling_role(relay.call), relay.may_act_as(text, relay.call), relay.queue_state(text, relay.call),
         relay.require_queue(text, relay.call),

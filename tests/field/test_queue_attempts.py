@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import closing
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from relay.admin.retention import erase
 from relay.api.events import EventAttempt
 from relay.cli.app import app
 from relay.client.worker import Message, Worker
+from relay.store.attempts import prune
+from relay.store.connections import connect
 from tests.console import Program, Visitor, console_of, served
-from tests.outbox import Outbox, host, wait_until
+from tests.outbox import Outbox, host, relaying, wait_until
 from tests.workers import working
 
 _KEPT = """
@@ -138,6 +141,49 @@ def test_a_message_that_is_done_at_once_leaves_nothing(
     succeeds(worker, how)
     assert kept(outbox, message) == []
     assert outbox.value("select count(*) from relay.attempts") == 0
+
+
+def note_settings(outbox: Outbox, **attempts: Any) -> None:
+    """Have relay note what a configuration says of attempts, as it does within seconds after its start."""
+    settings = outbox.settings(attempts=attempts)
+    with connect(settings.target_dsn) as target:
+        prune(target, settings.group, settings.attempts)
+
+
+@pytest.mark.parametrize("keep_done", [None, "1 hour"], ids=["deleted", "kept"])
+@pytest.mark.parametrize("how", ["take", "claim", "lease"])
+def test_the_configuration_says_which_attempts_of_messages_are_kept(
+    outbox: Outbox, worker: psycopg.Connection[Any], how: str, keep_done: str | None
+) -> None:
+    """`attempts.record` and `attempts.keep` were those of sinks alone."""
+    outbox.worker.execute(
+        "select relay.declare_queue('mail', null, attempts => 3, keep_done => %s::interval)",
+        (keep_done,),
+    )
+    note_settings(outbox, record="none")
+    unkept = enqueue(outbox)
+    assert fails(worker, how, "Timeout") == "retry"
+    succeeds(worker, how)
+    note_settings(outbox, record="all", keep="2h")
+    at_once = enqueue(outbox)
+    succeeds(worker, how)
+    assert (kept(outbox, unkept), kept(outbox, at_once)) == ([], [(1, "delivered", None)])
+    assert outbox.value(
+        "select kept_until between now() + '1h' and now() + '2h' from relay.attempts"
+    )
+
+
+def test_relay_notes_its_configuration_of_attempts_once(outbox: Outbox) -> None:
+    """A relay at rest writes nothing for it; another one, after a change, does."""
+    noted = "select record, keep, max_bytes, xmin::text from relay.attempt_settings"
+    with relaying(outbox.settings()):
+        wait_until(lambda: bool(outbox.conn.execute(noted).fetchall()))
+    ((*values, xmin),) = outbox.conn.execute(noted).fetchall()
+    assert values == ["failures", timedelta(days=7), 1024**3]
+    note_settings(outbox)
+    assert outbox.conn.execute(noted).fetchall() == [(*values, xmin)]
+    note_settings(outbox, record="all")
+    assert outbox.column("select record from relay.attempt_settings") == ["all"]
 
 
 @pytest.mark.parametrize("lease", [None, 30], ids=["claimed", "leased"])

@@ -14,6 +14,7 @@ from relay.admin.events import EventDestination, find
 from relay.admin.retention import erase
 from relay.config.settings import Settings
 from relay.retention import schedule
+from relay.store import attempts
 from relay.store.connections import connect
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.webhook import Answer, Webhook
@@ -251,6 +252,16 @@ def test_attempts_are_removed_by_day_as_their_time_or_their_room_ends(
         schedule.Schedule(settings, lambda: None).retain(source, target)
     assert sorted(slices(outbox)) == left
     assert set(slices(outbox).values()) == {200}
+
+
+def test_the_room_of_a_group_is_not_taken_from_another(outbox: Outbox) -> None:
+    """The least `max_bytes` counted for all groups of a target: one that kept little emptied the slices of others."""
+    outbox.conn.execute(_FILL.encode())
+    of = outbox.settings().attempts
+    with connect(outbox.relay_dsn) as target:
+        attempts.prune(target, "other", of)
+        attempts.prune(target, "default", of.model_copy(update={"max_bytes": 1024**2}))
+    assert sorted(slices(outbox)) == list(range(8))
 
 
 def test_who_reads_attempts_keeps_nobody_else_waiting(outbox: Outbox) -> None:
