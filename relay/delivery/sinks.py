@@ -31,6 +31,7 @@ from relay.sinks import Sink, Target, build_sinks
 from relay.source.server import SourcePosition
 from relay.spark.session import Session
 from relay.spark.sink_worker import SparkWorker
+from relay.store.completeness import CaughtUpNotes
 from relay.store.connections import asking
 from relay.store.positions import sinks, snapshots
 
@@ -86,8 +87,9 @@ class Sinks(Part):
             )
             for name, (sink, configured) in built.items()
         }
+        notes = CaughtUpNotes(settings.group)
         self._spark = (
-            [SparkWorker(name, settings, session, meter) for name in settings.spark_handlers]
+            [SparkWorker(name, settings, session, meter, notes) for name in settings.spark_handlers]
             if session
             else []
         )

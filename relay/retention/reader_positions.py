@@ -44,14 +44,19 @@ _NOTE = """
     select %(group)s, %(target)s, n.reader, n.snapshot::pg_snapshot, n.by_reference::bigint[], %(outbox)s
       from unnest(%(readers)s::text[], %(snapshots)s::text[], %(by_reference)s::text[])
            as n (reader, snapshot, by_reference)
+     where not exists (
+               -- A row that a conflict finds is locked, even where nothing of it is changed.
+               select from relay.readers as r
+                where (r.group_id, r.target, r.reader) = (%(group)s, %(target)s, n.reader)
+                  and (r.given_up_at is not null
+                       or (r.snapshot::text, r.by_reference::text, r.outbox)
+                          is not distinct from (n.snapshot, n.by_reference, %(outbox)s)
+                          and r.noted_at >= now() - interval '1 minute'))
     on conflict (group_id, target, reader) do update
        set snapshot = excluded.snapshot, by_reference = excluded.by_reference, outbox = excluded.outbox,
            noted_at = now(),
            moved_at = case when r.snapshot::text is distinct from excluded.snapshot::text then now() else r.moved_at end
      where r.given_up_at is null
-       and (r.snapshot::text, r.by_reference, r.outbox)
-           is distinct from (excluded.snapshot::text, excluded.by_reference, excluded.outbox)
-        or r.given_up_at is null and r.noted_at < now() - interval '1 minute'
 """
 _NOTE_ALL = sql.SQL(
     """

@@ -47,7 +47,7 @@ from relay.spark.writers import (
     writer,
 )
 from relay.store import brakes, completeness, dead_letters, deferred
-from relay.store.completeness import Completeness, Moments
+from relay.store.completeness import CaughtUp, CaughtUpNotes, Completeness, Moments
 from relay.store.connections import Connection, connect
 from relay.store.deferred import due as deferred_due
 from relay.store.deferred.due import DueTransaction
@@ -73,8 +73,6 @@ POLL_SECONDS = 1.0
 """Seconds between two polls for a batch that is due."""
 CLAIM_SECONDS = 2.0
 """Seconds between two attempts to claim a sink that another process has claimed."""
-NOTE_SECONDS = 5.0
-"""Seconds between two notes of the time up to which a sink without new events is complete."""
 LOOK_SECONDS = 30.0
 """Seconds between two looks of a sink that writes nothing at its destination: whether it has the last batch."""
 BUILD_SECONDS = 5.0
@@ -88,9 +86,17 @@ class SparkWorker(Recurring):
     """
 
     def __init__(
-        self, name: str, settings: Settings, session: Session, meter: Meter | None = None
+        self,
+        name: str,
+        settings: Settings,
+        session: Session,
+        meter: Meter | None = None,
+        notes: CaughtUpNotes | None = None,
     ) -> None:
-        """Raises ConfigurationError for a callable that cannot be imported."""
+        """`notes` are those of all sinks of the process.
+
+        Raises ConfigurationError for a callable that cannot be imported.
+        """
         super().__init__(
             Condition(
                 f"sink {name}",
@@ -118,7 +124,7 @@ class SparkWorker(Recurring):
         self._paused: bool | None = None
         self._moments = Moments()
         self._epoch: int | None = None
-        self._noted = -NOTE_SECONDS
+        self._notes = notes or CaughtUpNotes(settings.group)
         self._looked = -math.inf
         self._is_known_archive = False
         self._watch = BatchWatch(name, settings)
@@ -161,6 +167,7 @@ class SparkWorker(Recurring):
         self.condition.fails(fault, handler=self._name)
         self._checked = None
         self._looked = -math.inf
+        self._notes.discard(self._name)
         with suppress(psycopg.Error, AssertionError):
             if isinstance(error, LostDestination):
                 completeness.withdraw(self._claim.conn, self._settings.group, self._name)
@@ -354,17 +361,16 @@ class SparkWorker(Recurring):
         return self._moments
 
     def _note_complete(self, state: SinkState, complete: Completeness) -> None:
-        """Store that a sink without new rows is complete up to a later time; its position stays."""
-        now = time.monotonic()
-        if complete.before is None or now - self._noted < NOTE_SECONDS:
-            return
-        conn, position = self._claim.conn, state.position
-        assert position.snapshot is not None  # noqa: S101
-        with conn.transaction():
-            # Rejects a worker that has lost its claim.
+        """Store that a sink without new rows is complete up to a later time; its position stays. Raises SinkMoved."""
+        position = state.position
+        if state.lags or not state.needs_outbox:
             self._claim.store(position, state.epoch, CAUGHT_UP)
-            completeness.note(conn, self._settings.group, self._name, position.snapshot, complete)
-        self._noted = now
+        if complete.before is not None:
+            assert position.snapshot is not None  # noqa: S101
+            self._notes.note(
+                self._claim.conn,
+                CaughtUp(self._name, state.claim, state.epoch, position.snapshot, complete),
+            )
 
     def _without_scheduled(self, contents: Contents) -> Contents:
         """Leave commits with an event for later out of a batch; `_store` defers them when it moves past them.
@@ -687,6 +693,7 @@ class SparkWorker(Recurring):
         # A sink that begins in the middle of a difference has all of the next one.
         is_part = bool(state.done.size) or contents.polled_offset != BEFORE_FIRST
         later = set(contents.left_out).difference(state.done.tolist())
+        self._notes.discard(self._name)
         with conn.transaction():
             if later:
                 entries = sink_batches.scheduled(

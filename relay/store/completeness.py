@@ -8,17 +8,46 @@ covers.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime
+from threading import Lock
 
 from relay.model.snapshots import Snapshot
 from relay.store.connections import Connection
 
 _MOST_MOMENTS = 64
 """How many moments are kept of a reader that lags; every other one is dropped beyond that."""
+NOTE_SECONDS = 10.0
+"""Seconds between two notes of the times up to which the sinks of a process without new events are complete."""
 TARGET = ""
 """The reader that stands for the group's target."""
+
+_NOTE = """
+    insert into relay.completeness as c (group_id, reader, since, snapshot, complete_before)
+    {rows}
+    on conflict (group_id, reader) do update
+       set since = case when %(is_part)s and c.complete_before is null and c.since::text = c.snapshot::text
+                        then excluded.since else c.since end,
+           snapshot = excluded.snapshot,
+           complete_before = coalesce(excluded.complete_before, c.complete_before),
+           noted_at = excluded.noted_at, lost = false
+"""
+_NOTE_ONE = _NOTE.format(
+    rows="values (%(group)s, %(reader)s, %(since)s::pg_snapshot, %(snapshot)s::pg_snapshot, %(before)s)"
+)
+_NOTE_CLAIMED = _NOTE.format(
+    rows="""
+    select %(group)s, n.sink, n.since::pg_snapshot, n.snapshot::pg_snapshot, n.before
+      from unnest(%(sinks)s::text[], %(claims)s::bigint[], %(epochs)s::int[], %(since)s::text[], %(snapshots)s::text[],
+                  %(before)s::timestamptz[]) as n (sink, claim, epoch, since, snapshot, before)
+      join (select c.sink, c.claim, c.epoch from relay.sink_claims as c
+             where c.group_id = %(group)s and c.sink = any(%(sinks)s)
+             order by c.sink for no key update skip locked) as held using (sink, claim, epoch)
+    """
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,16 +145,7 @@ def note(
     that begins with `is_part` of what comes after its position.
     """
     conn.execute(
-        """
-        insert into relay.completeness as c (group_id, reader, since, snapshot, complete_before)
-        values (%(group)s, %(reader)s, %(since)s::pg_snapshot, %(snapshot)s::pg_snapshot, %(before)s)
-        on conflict (group_id, reader) do update
-           set since = case when %(is_part)s and c.complete_before is null and c.since::text = c.snapshot::text
-                            then excluded.since else c.since end,
-               snapshot = excluded.snapshot,
-               complete_before = coalesce(excluded.complete_before, c.complete_before),
-               noted_at = excluded.noted_at, lost = false
-        """,
+        _NOTE_ONE,
         {
             "group": group,
             "reader": reader,
@@ -135,6 +155,59 @@ def note(
             "is_part": is_part,
         },
     )
+
+
+@dataclass(frozen=True, slots=True)
+class CaughtUp:
+    """A sink that has read everything at its position `since`, with the claim and the epoch of that position."""
+
+    sink: str
+    claim: int
+    epoch: int
+    since: Snapshot
+    complete: Completeness
+
+
+class CaughtUpNotes:
+    """Stores up to where the sinks of a process are complete that have nothing to read: all in one transaction.
+
+    Thread-safe; every sink has a session of its own. Raises psycopg.Error.
+    """
+
+    def __init__(self, group: str) -> None:
+        self._group = group
+        self._lock = Lock()
+        self._entries: dict[str, CaughtUp] = {}
+        self._stored = -math.inf
+
+    def note(self, conn: Connection, entry: CaughtUp) -> None:
+        """Keep a note and, every NOTE_SECONDS, store all that are kept, but those of sinks with another claim."""
+        with self._lock:
+            self._entries[entry.sink] = entry
+            now = time.monotonic()
+            if now - self._stored < NOTE_SECONDS:
+                return
+            kept, self._entries = list(self._entries.values()), {}
+            self._stored = now
+            # Within the lock: what is discarded is not stored afterwards.
+            conn.execute(
+                _NOTE_CLAIMED,
+                {
+                    "group": self._group,
+                    "sinks": [each.sink for each in kept],
+                    "claims": [each.claim for each in kept],
+                    "epochs": [each.epoch for each in kept],
+                    "since": [str(each.since) for each in kept],
+                    "snapshots": [str(each.complete.snapshot) for each in kept],
+                    "before": [each.complete.before for each in kept],
+                    "is_part": False,
+                },
+            )
+
+    def discard(self, sink: str) -> None:
+        """Forget what is kept of a sink: it moves, or nobody knows any more what its destination has."""
+        with self._lock:
+            self._entries.pop(sink, None)
 
 
 def withdraw(conn: Connection, group: str, reader: str) -> None:

@@ -821,7 +821,7 @@ def assert_down(outbox: Outbox, settings: Settings) -> None:
 
 @pytest.fixture
 def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sink_worker, "NOTE_SECONDS", 0.1)
+    monkeypatch.setattr(completeness, "NOTE_SECONDS", 0.1)
     monkeypatch.setattr(sink_worker, "LOOK_SECONDS", 0.1)
     monkeypatch.setattr(sink_worker, "LONGEST_WAIT_SECONDS", 0.5)
 

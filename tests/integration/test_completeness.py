@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import random
 import re
 import shlex
 import sys
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from threading import Event, Thread
@@ -23,13 +25,16 @@ from relay.admin import sinks as admin_sinks
 from relay.admin.status import read
 from relay.config.files import load
 from relay.model.snapshots import Snapshot
+from relay.retention import reader_positions
 from relay.source import hybrid, polling
 from relay.source.server import current_position
-from relay.spark import sink_worker
 from relay.spark.session import Session
+from relay.spark.sink_worker import SparkWorker
 from relay.store import completeness, deferred
 from relay.store.completeness import Completeness, Watermark
+from relay.store.connections import connect
 from relay.store.deferred import Deferral
+from relay.store.positions.sinks import Claims
 from tests.deferrals import undecoded
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
 from tests.process import ROOT, relay
@@ -39,7 +44,7 @@ from tests.process import ROOT, relay
 def notes_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hybrid, "AUDIT_SECONDS", 0.2)
     monkeypatch.setattr(polling, "NOTE_SECONDS", 0.1)
-    monkeypatch.setattr(sink_worker, "NOTE_SECONDS", 0.1)
+    monkeypatch.setattr(completeness, "NOTE_SECONDS", 0.1)
 
 
 def lake(path: Path, **more: Any) -> dict[str, Any]:
@@ -109,6 +114,87 @@ def test_the_target_is_complete_up_to_a_time_that_goes_on(outbox: Outbox, mode: 
     found = mark(outbox, "")
     assert found is not None
     assert (found.dead_letters, found.deferred) == (0, 0)
+
+
+def newest_xid(outbox: Outbox) -> int:
+    found: int = outbox.value("select pg_snapshot_xmax(pg_current_snapshot())::text::bigint")
+    return found
+
+
+def test_idle_sinks_take_a_transaction_id_only_to_note_their_times_together(
+    outbox: Outbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None for a look, one for the times of all sinks of a process, none for retention without news."""
+    names = [f"lake{number}" for number in range(5)]
+    given = {"type": "spark", "format": "delta", "every": 1, "start": "beginning"}
+    handlers = {name: {**given, "path": str(tmp_path / name)} for name in names}
+    settings = outbox.settings(handlers=handlers, routes=[{"handlers": names}])
+    outbox.install_again(settings)
+    notes = completeness.CaughtUpNotes("default")
+    session = Session(settings.spark)
+    workers = [SparkWorker(name, settings, session, None, notes) for name in names]
+    try:
+        for worker in workers:
+            assert worker._claim.take()
+            worker.work()
+        assert outbox.column("select distinct state from relay.sinks") == ["caught up"]
+
+        def looks(number: int) -> int:
+            began = newest_xid(outbox)
+            for _ in range(number):
+                for worker in workers:
+                    worker.work()
+            return newest_xid(outbox) - began
+
+        monkeypatch.setattr(completeness, "NOTE_SECONDS", math.inf)
+        assert looks(3) == 0
+        before = now(outbox)
+        assert looks(1) == 0
+        monkeypatch.setattr(completeness, "NOTE_SECONDS", 0)
+        began = newest_xid(outbox)
+        workers[0].work()
+        assert newest_xid(outbox) == began + 1
+        assert all(time_of(outbox, name) >= before for name in names)
+    finally:
+        for worker in workers:
+            worker.release()
+    with connect(settings.source_dsn) as source, connect(settings.target_dsn) as target:
+        reader_positions.note(source, target, "default", settings.source.table)
+        began = newest_xid(outbox)
+        reader_positions.note(source, target, "default", settings.source.table)
+        assert newest_xid(outbox) == began
+
+
+def test_a_note_of_a_sink_that_has_moved_or_lost_its_claim_is_not_stored(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever stores the notes of a process knows of the others only what they said last."""
+    outbox.install_again(outbox.settings(**lake(Path("lake"))))
+    monkeypatch.setattr(completeness, "NOTE_SECONDS", 0)
+    claims = Claims(outbox.relay_dsn, "default")
+    try:
+        claims.take(["lake"])
+        state = claims.load({"lake": "beginning"}, by_spark=True)["lake"]
+        since = state.position.snapshot
+        assert since is not None
+        at = now(outbox)
+        good = completeness.CaughtUp(
+            "lake", state.claim, state.epoch, since, Completeness(since, at)
+        )
+        notes = completeness.CaughtUpNotes("default")
+        for other in (replace(good, claim=good.claim - 1), replace(good, epoch=good.epoch + 1)):
+            notes.note(claims.conn, other)
+            assert time_of(outbox, "lake") < at
+        monkeypatch.setattr(completeness, "NOTE_SECONDS", math.inf)
+        notes.note(claims.conn, good)
+        notes.discard("lake")
+        monkeypatch.setattr(completeness, "NOTE_SECONDS", 0)
+        notes.note(claims.conn, replace(good, sink="other"))
+        assert time_of(outbox, "lake") < at
+        notes.note(claims.conn, good)
+        assert time_of(outbox, "lake") == at
+    finally:
+        claims.close()
 
 
 def committed_before(outbox: Outbox, moment: datetime) -> set[str]:
