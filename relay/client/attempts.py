@@ -197,24 +197,22 @@ class Slot:
         message: Message | None = None
         ending: tuple[Statement, str] | None = None
         try:
-            with self._link.transaction() as session:
-                rows = self._link.fetch(session, *self._handling.asked())
-                for row in rows:
+            with self._link.claiming(*self._handling.asked()) as claimed:
+                for row in claimed.rows:
                     taken(has_more(row))
                     try:
                         message = Message(queue=self._handling.queue, **values_of(row))
                     except Exception as error:
-                        self._link.fetch(session, *self._handling.unreadable(row, error))
+                        claimed.ending = self._handling.unreadable(row, error)
                         continue
-                    ending = self._handle(message, session)
-                    self._link.fetch(session, *ending)
+                    ending = claimed.ending = self._handle(message, claimed.session)
         except Exception as error:
             if message is None:
                 raise
-            self.execute(*self._handling.again(message, ending, error))
+            self._link.run(*self._handling.again(message, ending, error))
             return Left.AGAIN
         is_completed = ending is not None and ending[0] is COMPLETE
-        return _left(message, is_completed) if rows else None
+        return _left(message, is_completed) if claimed.rows else None
 
     def _handle(self, message: Message, session: Any) -> tuple[Statement, str]:
         """Call the handler in a savepoint; returns the statement that ends the attempt, and its parameter."""
@@ -227,8 +225,7 @@ class Slot:
         return COMPLETE, message.of_completion
 
     def _lease(self, taken: Taken) -> Left | None:
-        with self._link.transaction() as session:
-            rows = self._link.fetch(session, *self._handling.asked())
+        rows = self._link.run(*self._handling.asked())
         left: Left | None = None
         for row in rows:
             left = Left.AGAIN
@@ -236,7 +233,7 @@ class Slot:
             try:
                 message = self._handling.leased_message(row, Lease(self._completing, self._note))
             except Exception as error:
-                self.execute(*self._handling.unreadable(row, error))
+                self._link.run(*self._handling.unreadable(row, error))
                 continue
             self._handling.leased[_attempt(message)] = message, None
             try:
@@ -248,7 +245,7 @@ class Slot:
                 self._handling.lost(message)
             except BaseException as error:
                 if not message.is_lost:
-                    self.execute(*self._handling.ending(message, error))
+                    self._link.run(*self._handling.ending(message, error))
             finally:
                 del self._handling.leased[_attempt(message)]
             left = _left(message, message.lease.is_completed)
@@ -283,14 +280,12 @@ class Slot:
 
     def execute(self, statement: Statement, text: str) -> None:
         """Run a statement in a transaction of its own. Raises what the driver raises."""
-        with self._link.transaction() as session:
-            self._link.fetch(session, statement, text)
+        self._link.run(statement, text)
 
     def extend(self) -> None:
         """Prolong the leases of the worker's messages."""
         for message in self._handling.held():
-            with self._link.transaction() as session:
-                extended = self._link.fetch(session, *self._handling.extension(message))
+            extended = self._link.run(*self._handling.extension(message))
             if extended != ["true"] and _attempt(message) in self._handling.leased:
                 self._handling.lost(message)
 
@@ -313,24 +308,22 @@ class AsyncSlot:
         message: Message | None = None
         ending: tuple[Statement, str] | None = None
         try:
-            async with self._link.transaction() as session:
-                rows = await self._link.fetch(session, *self._handling.asked())
-                for row in rows:
+            async with self._link.claiming(*self._handling.asked()) as claimed:
+                for row in claimed.rows:
                     taken(has_more(row))
                     try:
                         message = Message(queue=self._handling.queue, **values_of(row))
                     except Exception as error:
-                        await self._link.fetch(session, *self._handling.unreadable(row, error))
+                        claimed.ending = self._handling.unreadable(row, error)
                         continue
-                    ending = await self._handle(message, session)
-                    await self._link.fetch(session, *ending)
+                    ending = claimed.ending = await self._handle(message, claimed.session)
         except Exception as error:
             if message is None:
                 raise
-            await self.execute(*self._handling.again(message, ending, error))
+            await self._link.run(*self._handling.again(message, ending, error))
             return Left.AGAIN
         is_completed = ending is not None and ending[0] is COMPLETE
-        return _left(message, is_completed) if rows else None
+        return _left(message, is_completed) if claimed.rows else None
 
     async def _handle(self, message: Message, session: Any) -> tuple[Statement, str]:
         """Call the handler in a savepoint; returns the statement that ends the attempt, and its parameter."""
@@ -356,8 +349,7 @@ class AsyncSlot:
         )
 
     async def _lease(self, taken: Taken) -> Left | None:
-        async with self._link.transaction() as session:
-            rows = await self._link.fetch(session, *self._handling.asked())
+        rows = await self._link.run(*self._handling.asked())
         left: Left | None = None
         for row in rows:
             left = Left.AGAIN
@@ -365,7 +357,7 @@ class AsyncSlot:
             try:
                 message = self._handling.leased_message(row, Lease(self._completing, self._note))
             except Exception as error:
-                await self.execute(*self._handling.unreadable(row, error))
+                await self._link.run(*self._handling.unreadable(row, error))
                 continue
             try:
                 async with asyncio.timeout(self._handling.deadline) as limit:
@@ -378,11 +370,11 @@ class AsyncSlot:
                 self._handling.lost(message)
             except BaseException as error:
                 if _is_stopping(error):
-                    await self.execute(RELEASE, json.dumps(message.of_attempt))
+                    await self._link.run(RELEASE, json.dumps(message.of_attempt))
                     raise
                 if not message.is_lost:
                     ended = self._ended(error, limit)
-                    await self.execute(*self._handling.ending(message, ended))
+                    await self._link.run(*self._handling.ending(message, ended))
             finally:
                 del self._handling.leased[_attempt(message)]
             left = _left(message, message.lease.is_completed)
@@ -422,14 +414,12 @@ class AsyncSlot:
 
     async def execute(self, statement: Statement, text: str) -> None:
         """Run a statement in a transaction of its own. Raises what the driver raises."""
-        async with self._link.transaction() as session:
-            await self._link.fetch(session, statement, text)
+        await self._link.run(statement, text)
 
     async def extend(self) -> None:
         """Prolong the leases of the worker's messages."""
         for message in self._handling.held():
-            async with self._link.transaction() as session:
-                extended = await self._link.fetch(session, *self._handling.extension(message))
+            extended = await self._link.run(*self._handling.extension(message))
             if extended != ["true"] and _attempt(message) in self._handling.leased:
                 self._handling.lost(message)
 

@@ -15,8 +15,11 @@ from contextlib import (
     AbstractContextManager,
     asynccontextmanager,
     contextmanager,
+    suppress,
 )
-from typing import Any, Protocol
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NoReturn, Protocol
 
 from relay.client.errors import WorkerError
 from relay.client.sessions import (
@@ -29,6 +32,16 @@ from relay.renewal import renew_sessions
 from relay.runtime.adapters import own
 
 
+@dataclass(slots=True)
+class Claimed:
+    """An open transaction, and what the statement that began it has returned."""
+
+    session: Any
+    rows: list[str]
+    ending: tuple[Statement, str] | None = None
+    """The statement that ends the transaction if nothing is raised, and its parameter; the commit follows."""
+
+
 class Link(Protocol):
     """What one slot of a worker reaches its database through: at most one connection at a time."""
 
@@ -36,12 +49,20 @@ class Link(Protocol):
         """Return a context manager with a session in a transaction. Raises what the driver raises."""
         ...
 
+    def claiming(self, statement: Statement, text: str) -> AbstractContextManager[Claimed]:
+        """Return a context manager for a transaction that begins with a statement, and ends with what `ending` says."""
+        ...
+
     def savepoint(self, session: Any) -> AbstractContextManager[Any]:
-        """Return a context manager that undoes what its block has changed, if that raises."""
+        """Return a context manager that undoes what its block has changed, if that raises; once in `claiming`."""
         ...
 
     def fetch(self, session: Any, statement: Statement, text: str) -> list[str]:
         """Run a statement in a session, and return the first column of its rows. Raises what the driver raises."""
+        ...
+
+    def run(self, statement: Statement, text: str) -> list[str]:
+        """Do the same in a transaction of its own."""
         ...
 
     def close(self) -> None:
@@ -56,12 +77,20 @@ class AsyncLink(Protocol):
         """Return an asynchronous context manager with a session in a transaction."""
         ...
 
+    def claiming(self, statement: Statement, text: str) -> AbstractAsyncContextManager[Claimed]:
+        """Return an asynchronous context manager for a transaction that begins with a statement, see `Link`."""
+        ...
+
     def savepoint(self, session: Any) -> AbstractAsyncContextManager[Any]:
         """Return an asynchronous context manager that undoes what its block has changed, if that raises."""
         ...
 
     async def fetch(self, session: Any, statement: Statement, text: str) -> list[str]:
         """Run a statement in a session, and return the first column of its rows."""
+        ...
+
+    async def run(self, statement: Statement, text: str) -> list[str]:
+        """Do the same in a transaction of its own."""
         ...
 
     async def close(self) -> None:
@@ -94,56 +123,317 @@ async def _psycopg_fetch_async(session: Any, statement: Statement, text: str) ->
         return [row[0] for row in await cursor.fetchall()]
 
 
-class _Psycopg:
-    """A connection of psycopg that the slot opens itself, and opens again after it was lost."""
+class _Steps:
+    """What a slot does in its transactions, by `transaction` and `fetch`."""
+
+    transaction: Callable[[], AbstractContextManager[Any]]
+    fetch: Callable[[Any, Statement, str], list[str]]
+
+    @contextmanager
+    def claiming(self, statement: Statement, text: str) -> Iterator[Claimed]:
+        with self.transaction() as session:
+            claimed = Claimed(session, self.fetch(session, statement, text))
+            yield claimed
+            if claimed.ending is not None:
+                self.fetch(session, *claimed.ending)
+
+    def run(self, statement: Statement, text: str) -> list[str]:
+        with self.transaction() as session:
+            return self.fetch(session, statement, text)
+
+
+class _AsyncSteps:
+    """The asynchronous form of `_Steps`."""
+
+    transaction: Callable[[], AbstractAsyncContextManager[Any]]
+    fetch: Callable[[Any, Statement, str], Awaitable[list[str]]]
+
+    @asynccontextmanager
+    async def claiming(self, statement: Statement, text: str) -> AsyncIterator[Claimed]:
+        async with self.transaction() as session:
+            claimed = Claimed(session, await self.fetch(session, statement, text))
+            yield claimed
+            if claimed.ending is not None:
+                await self.fetch(session, *claimed.ending)
+
+    async def run(self, statement: Statement, text: str) -> list[str]:
+        async with self.transaction() as session:
+            return await self.fetch(session, statement, text)
+
+
+_BEGIN, _COMMIT, _ROLLBACK = b"begin isolation level read committed", b"commit", b"rollback"
+_SAVEPOINT, _RELEASE = b"savepoint relay_attempt", b"release savepoint relay_attempt"
+_UNDO = b"rollback to savepoint relay_attempt", _RELEASE
+
+
+@cache
+def _own_connections() -> tuple[Any, Any]:
+    """Return the classes of the connections that a slot opens: no handler can commit what the worker has to commit."""
+    import psycopg
+
+    def refuse() -> NoReturn:
+        raise psycopg.ProgrammingError(
+            "the worker ends the transaction, together with the message: use conn.transaction() for a savepoint"
+        )
+
+    class Connection(psycopg.Connection[Any]):
+        def commit(self) -> None:
+            refuse()
+
+        def rollback(self) -> None:
+            refuse()
+
+    class AsyncConnection(psycopg.AsyncConnection[Any]):
+        async def commit(self) -> None:
+            refuse()
+
+        async def rollback(self) -> None:
+            refuse()
+
+    return Connection, AsyncConnection
+
+
+class _Own:
+    """A connection of psycopg that a slot opens itself, and what is sent on it in one trip.
+
+    A trip is one query string of several statements: after one that fails, the server runs none of the others.
+    """
 
     def __init__(self, dsn: str, name: str) -> None:
         self._dsn, self._name = dsn, name
         self._conn: Any = None
+        self._is_prepared: bool | None = None
+        """Whether the statement that claims is prepared; None behind a pooler, which may not keep it."""
+        self._is_undone = False
+        """Whether the savepoint of the transaction is gone."""
 
+    @property
+    def _is_open(self) -> bool:
+        return self._conn is not None and not self._conn.closed
+
+    @property
+    def _is_idle(self) -> bool:
+        return self._is_open and self._conn.info.transaction_status.name == "IDLE"
+
+    def _opened(self, process: int) -> None:
+        """Note on which server process the new connection is."""
+        # A pooler has made up the one that the client knows.
+        self._is_prepared = False if process == self._conn.info.backend_pid else None
+
+    def _begun(self, statement: Statement, text: str) -> tuple[bytes, ...]:
+        """Return what begins a transaction with a statement, in which a handler is called."""
+        call = self._call(statement, text)
+        if self._is_prepared:
+            call = b"execute relay_claim (" + self._literal(text) + b")"
+        return _BEGIN, call, _SAVEPOINT
+
+    def _call(self, statement: Statement, text: str) -> bytes:
+        """Return a statement with its parameter."""
+        before, after = statement
+        return before.encode() + self._literal(text) + after.encode()
+
+    def _literal(self, text: str) -> bytes:
+        from psycopg.pq import Escaping
+
+        given = text.encode(self._conn.info.encoding)
+        return bytes(Escaping(self._conn.pgconn).escape_literal(given))
+
+    def _ended(self, claimed: Claimed) -> tuple[bytes, ...]:
+        """Return what ends a transaction."""
+        if claimed.ending is None:
+            return (_COMMIT,)
+        end = (self._call(*claimed.ending), _COMMIT)
+        return end if self._is_undone else (_RELEASE, *end)
+
+    def _texts(self, cursor: Any) -> list[str]:
+        """Return the rows of the trip's only statement that has some: each is one text."""
+        encoding = self._conn.info.encoding
+        rows: list[str] = []
+        more = True
+        while more:
+            result = cursor.pgresult
+            if result.nfields:
+                values = (result.get_value(number, 0) for number in range(result.ntuples))
+                rows = [bytes(each).decode(encoding) for each in values]
+            more = cursor.nextset()
+        return rows
+
+
+class _Psycopg(_Own):
     @contextmanager
     def transaction(self) -> Iterator[Any]:
-        import psycopg
-
-        if self._conn is None or self._conn.closed:
-            # Without prepared statements, which a pooler of transactions does not keep.
-            self._conn = psycopg.connect(
-                self._dsn, autocommit=True, prepare_threshold=None, **_named(self._dsn, self._name)
-            )
-            self._conn.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
-        # With a block of psycopg, a handler cannot commit by itself what the worker has to commit.
+        if not self._is_open:
+            self._connect()
         with self._conn.transaction():
             yield self._conn
 
-    savepoint = staticmethod(_block)
     fetch = staticmethod(_psycopg_fetch)
+
+    @contextmanager
+    def claiming(self, statement: Statement, text: str) -> Iterator[Claimed]:
+        self._make_idle()
+        self._prepare(statement)
+        try:
+            rows = self._trip(*self._begun(statement, text))
+            self._is_undone = False
+            claimed = Claimed(self._conn, rows)
+            yield claimed
+            self._trip(*self._ended(claimed))
+        except BaseException:
+            self._roll_back()
+            raise
+
+    @contextmanager
+    def savepoint(self, session: Any) -> Iterator[None]:
+        from psycopg import Rollback
+
+        try:
+            yield
+        except BaseException as error:
+            self._is_undone = True
+            # Where the connection is lost, what the handler has met says more than the loss.
+            with suppress(Exception):
+                self._trip(*_UNDO)
+                if isinstance(error, Rollback) and error.transaction is None:
+                    return
+            raise
+
+    def run(self, statement: Statement, text: str) -> list[str]:
+        self._make_idle()
+        try:
+            return self._trip(_BEGIN, self._call(statement, text), _COMMIT)
+        except BaseException:
+            self._roll_back()
+            raise
+
+    def _make_idle(self) -> None:
+        """Connect, unless there is a connection on which nothing is left open."""
+        if not self._is_idle:
+            self.close()
+            self._connect()
+
+    def _connect(self) -> None:
+        import psycopg
+
+        # What handlers run is not prepared: a pooler of transactions does not keep it.
+        self._conn = _own_connections()[0].connect(
+            self._dsn, autocommit=True, prepare_threshold=None, **_named(self._dsn, self._name)
+        )
+        self._conn.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
+        self._is_prepared = None
+        [process] = self._trip(b"select pg_catalog.pg_backend_pid()")
+        self._opened(int(process))
+
+    def _prepare(self, statement: Statement) -> None:
+        if self._is_prepared is False:
+            prepared = f"prepare relay_claim (text) as {statement.with_parameter('$1')}"
+            self._trip(prepared.encode())
+            self._is_prepared = True
+
+    def _trip(self, *statements: bytes) -> list[str]:
+        import psycopg
+
+        with psycopg.Cursor(self._conn) as cursor:
+            cursor.execute(b"; ".join(statements))
+            return self._texts(cursor)
+
+    def _roll_back(self) -> None:
+        """Undo what is open, and close a connection on which that is not possible."""
+        if self._is_open and not self._is_idle:
+            try:
+                self._trip(_ROLLBACK)
+            except Exception:
+                self.close()
 
     def close(self) -> None:
         if self._conn is not None:
             self._conn.close()
 
 
-class _AsyncPsycopg:
+class _AsyncPsycopg(_Own):
     """The asynchronous form of `_Psycopg`."""
-
-    def __init__(self, dsn: str, name: str) -> None:
-        self._dsn, self._name = dsn, name
-        self._conn: Any = None
 
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[Any]:
-        import psycopg
-
-        if self._conn is None or self._conn.closed:
-            self._conn = await psycopg.AsyncConnection.connect(
-                self._dsn, autocommit=True, prepare_threshold=None, **_named(self._dsn, self._name)
-            )
-            await self._conn.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
+        if not self._is_open:
+            await self._connect()
         async with self._conn.transaction():
             yield self._conn
 
-    savepoint = staticmethod(_block)
     fetch = staticmethod(_psycopg_fetch_async)
+
+    @asynccontextmanager
+    async def claiming(self, statement: Statement, text: str) -> AsyncIterator[Claimed]:
+        await self._make_idle()
+        await self._prepare(statement)
+        try:
+            rows = await self._trip(*self._begun(statement, text))
+            self._is_undone = False
+            claimed = Claimed(self._conn, rows)
+            yield claimed
+            await self._trip(*self._ended(claimed))
+        except BaseException:
+            await self._roll_back()
+            raise
+
+    @asynccontextmanager
+    async def savepoint(self, session: Any) -> AsyncIterator[None]:
+        from psycopg import Rollback
+
+        try:
+            yield
+        except BaseException as error:
+            self._is_undone = True
+            # Where the connection is lost, what the handler has met says more than the loss.
+            with suppress(Exception):
+                await self._trip(*_UNDO)
+                if isinstance(error, Rollback) and error.transaction is None:
+                    return
+            raise
+
+    async def run(self, statement: Statement, text: str) -> list[str]:
+        await self._make_idle()
+        try:
+            return await self._trip(_BEGIN, self._call(statement, text), _COMMIT)
+        except BaseException:
+            await self._roll_back()
+            raise
+
+    async def _make_idle(self) -> None:
+        if not self._is_idle:
+            await self.close()
+            await self._connect()
+
+    async def _connect(self) -> None:
+        import psycopg
+
+        self._conn = await _own_connections()[1].connect(
+            self._dsn, autocommit=True, prepare_threshold=None, **_named(self._dsn, self._name)
+        )
+        await self._conn.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
+        self._is_prepared = None
+        [process] = await self._trip(b"select pg_catalog.pg_backend_pid()")
+        self._opened(int(process))
+
+    async def _prepare(self, statement: Statement) -> None:
+        if self._is_prepared is False:
+            prepared = f"prepare relay_claim (text) as {statement.with_parameter('$1')}"
+            await self._trip(prepared.encode())
+            self._is_prepared = True
+
+    async def _trip(self, *statements: bytes) -> list[str]:
+        import psycopg
+
+        async with psycopg.AsyncCursor(self._conn) as cursor:
+            await cursor.execute(b"; ".join(statements))
+            return self._texts(cursor)
+
+    async def _roll_back(self) -> None:
+        if self._is_open and not self._is_idle:
+            try:
+                await self._trip(_ROLLBACK)
+            except Exception:
+                await self.close()
 
     async def close(self) -> None:
         if self._conn is not None:
@@ -189,7 +479,7 @@ async def _leaving_async(discard: Callable[[], Awaitable[None]]) -> AsyncIterato
         raise
 
 
-class _Pooled:
+class _Pooled(_Steps):
     """What has no connection of its own: each transaction takes one of a pool, or of an engine."""
 
     def __init__(self, pool: Any) -> None:
@@ -199,7 +489,7 @@ class _Pooled:
         """Do nothing: the pool is the caller's."""
 
 
-class _AsyncPooled:
+class _AsyncPooled(_AsyncSteps):
     """The asynchronous form of `_Pooled`."""
 
     def __init__(self, pool: Any) -> None:

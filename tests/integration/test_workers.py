@@ -11,8 +11,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -410,6 +411,88 @@ def test_a_handler_cannot_commit_by_itself(outbox: Outbox) -> None:
     with working(worker):
         wait_until(lambda: [state for state, *_ in states(outbox)] == ["dead"])
     assert done(outbox) == []
+
+
+async def roll_back(conn: psycopg.AsyncConnection[Any]) -> None:
+    await conn.execute("insert into done values ('1')")
+    raise psycopg.Rollback
+
+
+async def fail_within(conn: psycopg.AsyncConnection[Any]) -> None:
+    await conn.execute("insert into done values ('2')")
+    with suppress(psycopg.DataError):
+        async with conn.transaction():
+            await conn.execute("insert into done values ('3')")
+            await conn.execute("select 1 / 0")
+
+
+async def commit(conn: psycopg.AsyncConnection[Any]) -> None:
+    await conn.commit()
+
+
+async def end_in_sql(conn: psycopg.AsyncConnection[Any]) -> None:
+    await conn.execute("commit")
+
+
+async def deallocate(conn: psycopg.AsyncConnection[Any]) -> None:
+    await conn.execute("deallocate all")
+    await conn.execute("insert into done values ('4')")
+
+
+async def leave_open(conn: psycopg.AsyncConnection[Any]) -> None:
+    await conn.execute("begin")
+    await conn.execute("insert into done values ('5')")
+
+
+def test_what_handlers_do_with_their_connection(outbox: Outbox) -> None:
+    acts = {
+        each.__name__: each
+        for each in (roll_back, fail_within, commit, end_in_sql, deallocate, leave_open)
+    }
+    queue = Queue(name="mail", match=None, attempts=1)
+    fill(outbox, *acts, "end_in_sql", *acts, queue=queue)
+    worker = Worker(outbox.worker_dsn, "mail", concurrency=1, poll=0.02)
+
+    @worker.handles()
+    async def handle(message: Message, conn: psycopg.AsyncConnection[Any]) -> None:
+        await acts[message.payload](conn)
+
+    with working(worker):
+        wait_until(lambda: {state for state, *_ in states(outbox)} == {"dead"})
+    dead = outbox.column("select payload from relay.queue_dead_letters order by id")
+    assert dead == ["commit", "end_in_sql", "end_in_sql", "commit", "end_in_sql"]
+    assert done(outbox) == [2, 2, 4, 4, 5, 5]
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["", "async"])
+def test_a_message_costs_two_trips_beside_those_of_its_handler(
+    outbox: Outbox, is_async: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages = 20
+    fill(outbox, *range(messages))
+    worker = Worker(outbox.worker_dsn, "mail", concurrency=1, poll=3600, listen=False)
+    kind = psycopg.AsyncConnection if is_async else psycopg.Connection
+    waited: Any = kind.wait
+    trips: list[object] = []
+
+    def wait(conn: Any, *given: Any, **more: Any) -> Any:
+        if conn.info.get_parameters().get("application_name") == "relay worker mail":
+            trips.append(conn)
+        return waited(conn, *given, **more)
+
+    async def handle_async(message: Message, conn: object) -> None:
+        handled.append(len(trips))
+
+    def handle(message: Message, conn: object) -> None:
+        handled.append(len(trips))
+
+    handled: list[int] = []
+    worker.handles()(handle_async if is_async else handle)
+    monkeypatch.setattr(kind, "wait", wait)
+    with working(worker):
+        wait_until(lambda: is_empty(outbox))
+    assert len(handled) == messages
+    assert {after - before for before, after in pairwise(handled)} == {2}
 
 
 def test_through_a_pooler_of_transactions(outbox: Outbox) -> None:
