@@ -112,7 +112,7 @@ def drain_apply(plan: Plan) -> Iterator[Workload]:
 def live_streams(plan: Plan) -> Iterator[Workload]:
     """A publisher at a fixed rate: the latency from its COMMIT to the handler, and to the commit of the effect."""
     outbox = Outbox(plan.cluster, "live")
-    plain, durable = "psycopg2 loop", "pgqueuer, durable effect, batch of 100"
+    plain, durable = "psycopg2 loop", "psycopg2 loop, durable effect"
     rows: list[tuple[str, Consumer, str]] = [
         (plain, Psycopg2Loop(), plain),
         ("Debezium, defaults", Debezium(tuned=False), plain),
@@ -121,7 +121,12 @@ def live_streams(plan: Plan) -> Iterator[Workload]:
         ("pgqueuer, no effect", PgQueuer("", batch_size=100), plain),
         ("relay, no effect", Relay("", NOTE), plain),
         ("pgqueuer, durable effect, default batch", PgQueuer("", effect=True), durable),
-        (durable, PgQueuer("", batch_size=100, effect=True), durable),
+        (
+            "pgqueuer, durable effect, batch of 100",
+            PgQueuer("", batch_size=100, effect=True),
+            durable,
+        ),
+        (durable, Psycopg2Loop(effect=True), durable),
         ("relay, durable effect", Relay("", NOTE_AND_INSERT), durable),
         ("relay, durable effect, metrics", Relay("", NOTE_AND_INSERT, observed=True), durable),
     ]

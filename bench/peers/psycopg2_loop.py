@@ -17,8 +17,12 @@ WORKER = "bench.workers.psycopg2_loop"
 
 @dataclass(frozen=True, slots=True)
 class Psycopg2Loop:
-    """`consume_stream`, with every column decoded in Python; with an effect, one commit for each transaction."""
+    """`consume_stream`, with every column decoded in Python; with an effect, one commit for each transaction.
 
+    `effect` says that of live runs.
+    """
+
+    effect: bool = False
     name: str = "psycopg2 loop"
     style: str = "relay"
 
@@ -40,7 +44,7 @@ class Psycopg2Loop:
         slot = live.outbox.new_slot()
         job = {
             **{"dsn": live.outbox.dsn, "slot": slot, "publication": PUBLICATION},
-            **{"events": None, "effect": False, "arrivals": str(live.arrivals)},
+            **{"events": None, "effect": self.effect, "arrivals": str(live.arrivals)},
         }
         with Job(WORKER, job, live.folder):
             live.outbox.streaming(slot)
