@@ -52,6 +52,8 @@ RUN /opt/build/bin/pip --python /opt/relay/bin/python install -q --no-warn-scrip
 FROM runtime AS slim
 COPY --from=slim-dependencies /opt/relay /opt/relay
 COPY --from=slim-package /package /
+ARG REVISION=unknown
+LABEL org.opencontainers.image.revision="$REVISION"
 USER 10001:10001
 
 FROM tools AS dependencies
@@ -77,4 +79,6 @@ COPY --from=dependencies /opt/relay /opt/relay
 COPY --from=package /package /
 ENV JAVA_HOME=/opt/relay/java \
     PYSPARK_PYTHON=/opt/relay/bin/python
+ARG REVISION=unknown
+LABEL org.opencontainers.image.revision="$REVISION"
 USER 10001:10001

@@ -4,10 +4,13 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := $(wildcard relay tests bench examples)
+SOURCES := $(wildcard relay tests bench examples hatch_build.py)
 UV_VERSION := 0.13.8
 CYCLONEDX_VERSION := 7.5.0
 PIP_AUDIT_VERSION := 2.10.1
+TWINE_VERSION := 7.0.0
+# Where `make images` puts them: IMAGE=registry.example/relay
+IMAGE ?= relay
 # The tests wait for servers more than they compute: those of `make test` most.
 TEST_PROCESSES ?= 3
 test: TEST_PROCESSES = 4
@@ -25,7 +28,7 @@ INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test test-brokers test-docker test-server test-older test-rare chaos lint fmt docs reference bench bench-before dist lock secrets sbom audit clean
+.PHONY: help venv demo test test-brokers test-docker test-server test-older test-rare chaos lint fmt docs reference bench bench-before dist check-dist images lock secrets sbom audit clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -136,6 +139,16 @@ dist: $(INSTALLED) ## build the wheel and the archive of the source, reproducibl
 	@$(BIN)/python -m hatchling build -d dist >/dev/null
 	@ls dist/*
 
+check-dist: dist build/twine-$(TWINE_VERSION) ## build both, and check them as a package index does
+	@build/twine-$(TWINE_VERSION)/bin/twine check --strict dist/*
+
+VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' relay/__init__.py)
+REVISION = $(shell git rev-parse HEAD)
+
+images: ## build both images, with tags of their version and labels of the commit: IMAGE=registry.example/relay
+	docker build --build-arg REVISION=$(REVISION) --target slim -t $(IMAGE):$(VERSION)-slim -t $(IMAGE):slim .
+	docker build --build-arg REVISION=$(REVISION) -t $(IMAGE):$(VERSION) -t $(IMAGE):latest .
+
 secrets: .env ## make up the passwords of docker-compose.yml, once, into .env
 
 .env:
@@ -146,6 +159,9 @@ secrets: .env ## make up the passwords of docker-compose.yml, once, into .env
 # Tools of their own environments, so that the locks of relay do not depend on them.
 build/cyclonedx-$(CYCLONEDX_VERSION):
 	@$(PYTHON) -m venv $@ && $@/bin/pip install -qq cyclonedx-bom==$(CYCLONEDX_VERSION)
+
+build/twine-$(TWINE_VERSION):
+	@$(PYTHON) -m venv $@ && $@/bin/pip install -qq twine==$(TWINE_VERSION)
 
 build/pip-audit-$(PIP_AUDIT_VERSION):
 	@$(PYTHON) -m venv $@ && $@/bin/pip install -qq pip-audit==$(PIP_AUDIT_VERSION)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
 import venv
+from email import message_from_bytes
 from hashlib import sha256
 from pathlib import Path
+from zipfile import ZipFile
 
 import psycopg
 import pytest
@@ -64,6 +67,26 @@ def test_the_archives_are_reproducible(dist: Path, tmp_path: Path) -> None:
     ]
     assert dated[0] == dated[1]
     assert dated[0].keys() == digests(dist).keys()
+
+
+def test_an_index_takes_the_archives_and_shows_no_link_that_leads_nowhere(dist: Path) -> None:
+    """By twine's own check, in an environment of its own that `make check-dist` shares."""
+    makefile = (ROOT / "Makefile").read_text()
+    (version,) = re.findall(r"^TWINE_VERSION := (.+)$", makefile, re.MULTILINE)
+    tool = f"build/twine-{version}"
+    subprocess.run(["make", "-s", tool], cwd=ROOT, check=True, timeout=300)
+    archives = sorted(str(each) for each in dist.iterdir())
+    subprocess.run([ROOT / tool / "bin/twine", "check", "--strict", *archives], check=True)
+    with ZipFile(wheel(dist)) as packed:
+        (name,) = (each for each in packed.namelist() if each.endswith("/METADATA"))
+        metadata = message_from_bytes(packed.read(name))
+    assert metadata["Version"] == relay.__version__
+    text = metadata.get_payload()
+    assert isinstance(text, str)
+    assert text.lstrip().startswith("# relay\n")
+    assert re.findall(r"\]\((?!https?:)[^)]*\)", text) == []
+    # Without an extra it is the client, which needs nothing.
+    assert all("extra ==" in each for each in metadata.get_all("Requires-Dist", []))
 
 
 @pytest.fixture

@@ -16,7 +16,10 @@ def test_what_names_the_version_agrees() -> None:
     versions = re.findall(r"^## \[(.+)\](?: - \d{4}-\d\d-\d\d)?$", changes, re.MULTILINE)
     assert versions[:2] == ["Unreleased", relay.__version__]
     label = f'org.opencontainers.image.version="{relay.__version__}"'
-    assert label in (ROOT / "Dockerfile").read_text()
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    assert label in dockerfile
+    # The images say of which commit they are, each in the last lines of its stage: what is above stays cached.
+    assert dockerfile.count('LABEL org.opencontainers.image.revision="$REVISION"\nUSER') == 2
     assert f"relay_outbox-{relay.__version__}-py3" in (ROOT / "docs/how-to/install.md").read_text()
     minor = relay.__version__.rpartition(".")[0]
     assert f"| {minor}.x | yes |" in (ROOT / "SECURITY.md").read_text()
