@@ -201,7 +201,7 @@ def _helm(words: list[str]) -> None:
 def _install(words: list[str]) -> None:
     """Of relay: extras that exist, or the wheel of this version. Of another package: one that the tests have, too."""
     assert words[0] == "install" or words[:2] == ["tool", "install"]
-    for word in words[words.index("install") + 1 :]:
+    for word in (each for each in words[words.index("install") + 1 :] if each != "--global"):
         package, _, rest = word.partition("[")
         if package.endswith(".whl") or "@" in rest:
             assert f"dist/relay_outbox-{relay.__version__}-py3-none-any.whl" in word
@@ -212,12 +212,24 @@ def _install(words: list[str]) -> None:
         assert set(extras) <= set(PYPROJECT["project"]["optional-dependencies"])
 
 
+def _systemctl(words: list[str]) -> None:
+    """The unit is relay's."""
+    assert words[:-1] in (["enable", "--now"], ["restart"])
+    assert (ROOT / "deploy" / "systemd" / f"{words[-1]}.service").exists()
+
+
+def _copy(words: list[str]) -> None:
+    assert (ROOT / words[-2]).is_file()
+
+
 CHECKS: dict[str, Callable[[list[str]], None]] = {
     "make": _make,
     "docker": _docker,
     "docker-compose": _compose,
     "kubectl": _kubectl,
     "helm": _helm,
+    "install": _copy,
+    "systemctl": _systemctl,
     "pip": _install,
     "pipx": _install,
     "uv": _install,

@@ -300,7 +300,10 @@ def test_a_block_runs(
 @pytest.mark.parametrize(
     "wrong",
     [
-        "helm install relay",
+        "nomad run relay",
+        "helm upgrade --install relay deploy/nothing -f values.yml",
+        "install -m 644 deploy/systemd/nothing.service /etc/systemd/system/",
+        "systemctl enable --now nothing",
         "relay status --nothing",
         "make nothing",
         "make bench ARGS=nothing",

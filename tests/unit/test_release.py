@@ -20,7 +20,9 @@ def test_what_names_the_version_agrees() -> None:
     assert label in dockerfile
     # The images say of which commit they are, each in the last lines of its stage: what is above stays cached.
     assert dockerfile.count('LABEL org.opencontainers.image.revision="$REVISION"\nUSER') == 2
-    assert f"relay_outbox-{relay.__version__}-py3" in (ROOT / "docs/how-to/install.md").read_text()
+    install = (ROOT / "docs/how-to/install.md").read_text()
+    assert f"relay_outbox-{relay.__version__}-py3" in install
+    assert f"`relay:{relay.__version__}-slim`" in install
     minor = relay.__version__.rpartition(".")[0]
     assert f"| {minor}.x | yes |" in (ROOT / "SECURITY.md").read_text()
 
