@@ -53,7 +53,7 @@ MODULES = (
 )
 """The modules that users' code may import."""
 _BRIEF = ("relay.testing", "relay.sinks.")
-"""Of these, whose names a guide explains, the page has the first paragraphs."""
+"""Of these, whose names a guide explains, the page has no members."""
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 TYPES: dict[str, type[AnyHandler]] = KINDS | {
     kind: import_module(module).Settings
@@ -423,8 +423,8 @@ def of_alias(module: ModuleType, name: str) -> str:
 def python() -> str:
     """The page of the names that users' code may import."""
     text = (
-        f"# Python API\n\n{_NOTE}\n[Python names](python.md) is the guide to these names; `help()` has "
-        "what their methods raise. A name that ends with `_async` does the same in an asynchronous session.\n"
+        f"# Python API\n\n{_NOTE}\n[Python names](python.md) names the guide to each; `help()` has the "
+        "whole texts. A name that ends with `_async` does the same in an asynchronous session.\n"
     )
     for module_name in MODULES:
         module = import_module(module_name)
@@ -443,9 +443,8 @@ def python() -> str:
             )
             call = signature(thing) if callable(thing) and is_called else ""
             block = f"```text\n{name}{call}\n```\n\n" if call else ""
-            said = inspect.getdoc(thing) or ""
             is_brief = module_name.startswith(_BRIEF)
-            text += f"\n### {module_name}.{name}\n\n{block}{said.partition(chr(10) * 2)[0] if is_brief else said}\n"
+            text += f"\n### {module_name}.{name}\n\n{block}{first_paragraph(thing)}\n"
             rows = list(members(thing)) if inspect.isclass(thing) and not is_brief else []
             if rows:
                 text += "\n" + table(("member", "what it does"), rows)
