@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
+from typing import Annotated
 
+from relay.admin import acts
+from relay.admin.acts import Acting, Done, Given, Subject
 from relay.admin.connections import reach_target
 from relay.config.addresses import require_http
 from relay.config.handlers import HttpHandler
@@ -13,9 +16,10 @@ from relay.faults import ConfigurationError, Drop, describe
 from relay.pipeline.routing import BatchRouter
 from relay.sinks import Attempt, Target, build_sinks, deliver_once
 from relay.source.given import encode
-from relay.store import actions, endpoints
+from relay.store import endpoints
 from relay.store.endpoints import StoredEndpoint
 
+ENDPOINT = Subject("endpoint", "SINK", "The sink: a handler's name.", of_sink=True)
 _ID = re.compile(r"[0-9a-f]{16}")
 
 
@@ -30,40 +34,64 @@ def listed(settings: Settings, sink: str | None = None, limit: int = 1_000) -> l
         return endpoints.listed(target, settings.group, sink, limit)
 
 
-def set_disabled(
-    settings: Settings,
-    sink: str,
-    endpoint: str,
-    disabled: bool,
-    reason: str | None,
-    *,
-    waits: bool = False,
-) -> StoredEndpoint | None:
-    """Disable an endpoint, by its id or URL, or enable it; returns it as it was before, None if it was so already.
+EndpointName = Annotated[
+    str,
+    Given(
+        "The endpoint: its id, as `relay endpoint list` shows it, or its URL.",
+        is_argument=True,
+        examples=("6b1f0c9a2d3e4f50", "https://hooks.example/events"),
+    ),
+]
 
-    Where `endpoints.id` names a column, only by that id. If it `waits`, it is paused.
 
-    An instance that runs does so within seconds. Raises ConfigurationError.
-    """
-    id, address = (endpoint, "") if _require(settings, sink).has_ids else _identified(endpoint)
-    with reach_target(settings) as target, target.transaction():
-        before = endpoints.find(target, settings.group, sink, id)
-        if before is None and not (disabled and address is not None):
-            raise ConfigurationError(
-                f"sink {sink} has no endpoint {id} that fails, is disabled or paused: see `relay endpoint list {sink}`"
-                + (", or give its URL" if disabled else "")
-            )
-        if disabled:
-            changed = endpoints.disable(
-                target, settings.group, sink, id, address or "", reason, waits
-            )
-        else:
-            changed = endpoints.enable(target, settings.group, sink, id)
-        if not changed:
-            return None
-        action = f"endpoint {('pause' if waits else 'disable') if disabled else 'enable'}"
-        actions.record(target, settings.group, sink, action, reason, {"endpoint": id})
-    return before or StoredEndpoint(sink, id, address or "", None, None, None)
+@acts.declare(ENDPOINT, "disable", path="endpoints/disable")
+def disable(act: Acting, endpoint: EndpointName) -> Done:
+    """Disable an endpoint: what is for it becomes dead letters at once, until it is enabled."""
+    return _disabled(act, endpoint, "disabled", waits=False)
+
+
+@acts.declare(ENDPOINT, "pause", path="endpoints/hold")
+def pause(act: Acting, endpoint: EndpointName) -> Done:
+    """Pause an endpoint: what is for it waits in order, until it is enabled."""
+    return _disabled(act, endpoint, "paused", waits=True)
+
+
+def _disabled(act: Acting, endpoint: str, state: str, waits: bool) -> Done:
+    id, address = _identified(act, endpoint)
+    before = endpoints.find(act.target, act.group, act.name, id)
+    if before is None and address is None:
+        raise _unknown(act, id, ", or give its URL")
+    if not endpoints.disable(act.target, act.group, act.name, id, address or "", act.reason, waits):
+        return Done(f"the endpoint was {state} already", None)
+    shown = before.address if before else address
+    return Done(f"endpoint {id} ({shown}) is {state}", {"endpoint": id})
+
+
+@acts.declare(ENDPOINT, "enable", path="endpoints/enable")
+def enable(act: Acting, endpoint: EndpointName) -> Done:
+    """Enable an endpoint that is disabled or paused, and say what is to be done with what has come meanwhile."""
+    id, _ = _identified(act, endpoint)
+    before = endpoints.find(act.target, act.group, act.name, id)
+    if before is None:
+        raise _unknown(act, id)
+    if not endpoints.enable(act.target, act.group, act.name, id):
+        return Done("the endpoint was neither disabled nor paused", None)
+    meanwhile = (
+        f"what waits for it is tried soon, or at once: relay deferred run --sink {act.name}"
+        if before.waits
+        else f"what has become dead letters meanwhile: relay dlq replay --sink {act.name} --exception {id}"
+    )
+    return Done(f"endpoint {id} ({before.address}) is enabled\n{meanwhile}", {"endpoint": id})
+
+
+ACTS = (disable, pause, enable)
+
+
+def _unknown(act: Acting, id: str, more: str = "") -> ConfigurationError:
+    return ConfigurationError(
+        f"sink {act.name} has no endpoint {id} that fails, is disabled or paused: see `relay endpoint list {act.name}`"
+        f"{more}"
+    )
 
 
 def test(
@@ -113,8 +141,13 @@ def _require(settings: Settings, sink: str) -> HttpHandler:
     return handler
 
 
-def _identified(endpoint: str) -> tuple[str, str | None]:
-    """The id of an endpoint that is given by its id or URL; with a URL, also its scheme, host and port."""
+def _identified(act: Acting, endpoint: str) -> tuple[str, str | None]:
+    """The id of an endpoint that is given by its id or URL; with a URL, also its scheme, host and port.
+
+    Where `endpoints.id` names a column, only by that id.
+    """
+    if _require(act.settings, act.name).has_ids:
+        return endpoint, ""
     if _ID.fullmatch(endpoint):
         return endpoint, None
     # The client of HTTP is an extra.

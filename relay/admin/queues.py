@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime
 from typing import Any, TypeVar
 
 import psycopg
 
+from relay.admin import acts
+from relay.admin.acts import Acting, Done, MessageCount, Missing, Subject
 from relay.admin.connections import reach_source, reach_target
 from relay.admin.offsets import find_goal, moment_of
+from relay.admin.phrases import counted
 from relay.config.handlers import QueueHandler
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
@@ -25,7 +27,7 @@ from relay.store.queues import MessageSelection, QueueFigures, QueueItem
 Changed = TypeVar("Changed")
 
 
-class UnknownQueue(ConfigurationError):
+class UnknownQueue(Missing):
     """The group fills no queue of this name."""
 
 
@@ -47,10 +49,8 @@ def shown(
     if wanted.states is None:
         wanted = replace(wanted, states=list(states.UNDONE))
     with reach_target(settings) as target:
-        found = queues.figures(target, settings.group, name)
-        if not found:
-            raise _unknown(target, settings, name)
-        return found[0], queues.items(target, name, wanted, limit)
+        figures = _figures(target, settings, name)
+        return figures, queues.items(target, name, wanted, limit)
 
 
 def attempts_of(settings: Settings, item: QueueItem) -> list[KeptAttempt]:
@@ -60,26 +60,61 @@ def attempts_of(settings: Settings, item: QueueItem) -> list[KeptAttempt]:
     return [each for each in kept if each.message_id == item.id]
 
 
-def pause(settings: Settings, name: str, paused: bool, reason: str | None) -> bool:
-    """Pause a queue or let it go on; returns whether that changed anything.
+QUEUE = Subject("queue", "QUEUE")
 
-    Raises ConfigurationError, psycopg.Error.
-    """
-    return _act(
-        settings,
-        name,
-        "queue pause" if paused else "queue resume",
-        reason,
-        lambda target: queues.pause(target, name, paused),
+
+def _paused(act: Acting, paused: bool) -> bool:
+    require_known(act.target, act.settings, act.name)
+    return queues.pause(act.target, act.name, paused)
+
+
+pause, resume = acts.pauses(
+    QUEUE,
+    "Let nobody take from a queue; relay fills it all the same.",
+    "Let workers take from a paused queue again.",
+    _paused,
+)
+
+
+@acts.declare(QUEUE, "purge", answers=MessageCount, asks=True)
+def purge(act: Acting) -> Done:
+    """Delete the messages of a queue but those that workers have. Its dead letters stay: see `relay dlq discard`."""
+    figures = _figures(act.target, act.settings, act.name)
+    messages = counted(figures.undone - figures.leased, "message is", "messages are")
+    act.ask(f"{messages} deleted. Its dead letters stay.")
+    deleted = queues.purge(act.target, act.name)
+    return Done(
+        f"{counted(deleted, 'message', 'messages')} deleted",
+        {"changed": deleted} if deleted else None,
+        MessageCount(deleted),
     )
 
 
-def purge(settings: Settings, name: str, reason: str | None) -> int:
-    """Delete the messages of a queue that nobody has; returns how many. Its dead letters stay.
+@acts.declare(QUEUE, "drop", asks=True, removes=True)
+def drop(act: Acting) -> Done:
+    """Drop a queue with its messages; a worker that declares it makes it again."""
+    for handler, of in act.settings.handlers.items():
+        if isinstance(of, QueueHandler) and (of.queue or handler) == act.name:
+            raise ConfigurationError(
+                f"handlers.{handler} puts events into the queue {act.name}, without which relay ends: remove the "
+                "handler first"
+            )
+    figures = _figures(act.target, act.settings, act.name)
+    messages = counted(figures.undone, "message", "messages")
+    dead = counted(figures.dead, "dead letter", "dead letters")
+    act.ask(f"It is deleted with {messages} and {dead}.")
+    queues.drop(act.target, act.name)
+    return Done(f"queue {act.name} is dropped")
 
-    Raises ConfigurationError, psycopg.Error.
-    """
-    return _act(settings, name, "queue purge", reason, lambda target: queues.purge(target, name))
+
+ACTS = (pause, resume, purge, drop)
+
+
+def _figures(target: psycopg.Connection[Any], settings: Settings, name: str) -> QueueFigures:
+    """Read the figures of a queue. Raises UnknownQueue, psycopg.Error."""
+    for found in queues.figures(target, settings.group, name):
+        return found
+    raise _unknown(target, settings, name)
 
 
 def cancel(settings: Settings, name: str, wanted: MessageSelection, reason: str | None) -> int:
@@ -161,9 +196,7 @@ def plan_rebuild(
                 f"{option}: {start!r} is neither a c_offset, a time such as 2026-03-01T12:00, nor beginning"
             ) from None
     with reach_target(settings) as target:
-        found = queues.figures(target, settings.group, name)
-        if not found:
-            raise _unknown(target, settings, name)
+        figures = _figures(target, settings, name)
         with reach_source(settings) as source:
             table = OutboxTable(settings)
             goal = find_goal(settings, source, table, start, option, lsn=False)
@@ -171,7 +204,7 @@ def plan_rebuild(
     text = goal.text
     if oldest is not None and offsets.FIRST < goal.polled_offset < oldest - 1:
         text = f"at c_offset {oldest}, the oldest event"
-    return found[0], text
+    return figures, text
 
 
 def rebuild(settings: Settings, name: str, start: str, reason: str | None) -> None:
@@ -190,39 +223,6 @@ def rebuild(settings: Settings, name: str, start: str, reason: str | None) -> No
     _act(settings, name, "queue rebuild", reason, rebuilt)
 
 
-def require(settings: Settings, name: str) -> None:
-    """Raise UnknownQueue unless the group fills a queue of this name. Raises psycopg.Error."""
-    with _reached(settings, name):
-        pass
-
-
-def require_droppable(settings: Settings, name: str) -> None:
-    """Raise ConfigurationError if `drop` would. Raises psycopg.Error."""
-    _require_unhandled(settings, name)
-    require(settings, name)
-
-
-def drop(settings: Settings, name: str, reason: str | None) -> bool:
-    """Drop a queue with its messages, unless a handler leads to it. Raises ConfigurationError, psycopg.Error."""
-    _require_unhandled(settings, name)
-
-    def dropped(target: psycopg.Connection[Any]) -> bool:
-        queues.drop(target, name)
-        return True
-
-    return _act(settings, name, "queue drop", reason, dropped)
-
-
-def _require_unhandled(settings: Settings, name: str) -> None:
-    """Raise ConfigurationError if a handler leads to a queue."""
-    for handler, of in settings.handlers.items():
-        if isinstance(of, QueueHandler) and (of.queue or handler) == name:
-            raise ConfigurationError(
-                f"handlers.{handler} puts events into the queue {name}, without which relay ends: remove the handler "
-                "first"
-            )
-
-
 def _act(
     settings: Settings,
     name: str,
@@ -231,20 +231,13 @@ def _act(
     change: Callable[[psycopg.Connection[Any]], Changed],
 ) -> Changed:
     """Change a queue, and record the action where it has changed something. Raises UnknownQueue."""
-    with _reached(settings, name) as target, target.transaction():
+    with reach_target(settings) as target, target.transaction():
+        require_known(target, settings, name)
         changed = change(target)
         if changed:
             detail = {"queue": name, "changed": changed}
             actions.record(target, settings.group, "", action, reason, detail)
         return changed
-
-
-@contextmanager
-def _reached(settings: Settings, name: str) -> Iterator[psycopg.Connection[Any]]:
-    """Open a connection to the target of a group that fills a queue of this name. Raises UnknownQueue."""
-    with reach_target(settings) as target:
-        require_known(target, settings, name)
-        yield target
 
 
 def require_known(target: psycopg.Connection[Any], settings: Settings, name: str) -> None:

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import groupby
 from shlex import quote
+from typing import Annotated
 
 import psycopg
 
-from relay.admin.connections import reach_source, reach_target
+from relay.admin import acts
+from relay.admin.acts import Acting, Done, Given, Missing, Subject
+from relay.admin.connections import reach_source
 from relay.admin.publish import require_own_outbox
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, first_line
-from relay.store import actions, log_readers
+from relay.store import log_readers
 from relay.store.connections import Connection
 from relay.store.log_readers import ReaderRow
 
 
-class UnknownReader(ConfigurationError):
+class UnknownReader(Missing):
     """The outbox has no reader of this name."""
 
 
@@ -82,35 +86,44 @@ def shown(settings: Settings, name: str) -> list[ReaderRow]:
         return _named(source, name)
 
 
-def seek(settings: Settings, name: str, to: str, reason: str | None) -> None:
-    """Move a reader to `now`, `beginning` or a position. Raises ConfigurationError, psycopg.Error."""
-    _act(settings, name, "reader seek", reason, lambda source: log_readers.seek(source, name, to))
+READER = Subject("reader", "READER")
 
 
-def drop(settings: Settings, name: str, reason: str | None) -> None:
-    """Drop a reader. Raises ConfigurationError, psycopg.Error."""
-    _act(settings, name, "reader drop", reason, lambda source: log_readers.drop(source, name))
+@acts.declare(READER, "seek", asks=True)
+def seek(act: Acting, to: Annotated[str, Given("now, beginning, or a position.")]) -> Done:
+    """Move a reader; one that retention has given up goes on from there. What is in flight cannot be done any more."""
+    with _changing(act):
+        log_readers.seek(act.source, act.name, to)
+    act.ask(f"It is moved to {to}.")
+    return Done(f"reader {act.name} is moved to {to}")
 
 
-def _act(
-    settings: Settings,
-    name: str,
-    action: str,
-    reason: str | None,
-    act: Callable[[Connection], None],
-) -> None:
-    require_own_outbox(settings)
-    with reach_source(settings) as source:
-        _named(source, name)
-        try:
-            act(source)
-        except (
-            psycopg.errors.InvalidParameterValue,
-            psycopg.errors.ObjectNotInPrerequisiteState,
-        ) as error:
-            raise ConfigurationError(first_line(error).removeprefix("relay: ")) from error
-    with reach_target(settings) as target:
-        actions.record(target, settings.group, "", action, reason, {"reader": name})
+@acts.declare(READER, "drop", asks=True, removes=True)
+def drop(act: Acting) -> Done:
+    """Drop a reader: retention no longer keeps events for it. A program that declares it makes another one."""
+    with _changing(act):
+        log_readers.drop(act.source, act.name)
+    act.ask(
+        "Retention no longer keeps events for it. A program that declares it makes another one."
+    )
+    return Done(f"reader {act.name} is dropped")
+
+
+ACTS = (seek, drop)
+
+
+@contextmanager
+def _changing(act: Acting) -> Iterator[None]:
+    """Change a reader in the block. Raises UnknownReader, and ConfigurationError with what the server refuses."""
+    require_own_outbox(act.settings)
+    _named(act.source, act.name)
+    try:
+        yield
+    except (
+        psycopg.errors.InvalidParameterValue,
+        psycopg.errors.ObjectNotInPrerequisiteState,
+    ) as error:
+        raise ConfigurationError(first_line(error).removeprefix("relay: ")) from error
 
 
 def _named(source: Connection, name: str) -> list[ReaderRow]:

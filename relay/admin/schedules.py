@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import replace
 from datetime import datetime
 from threading import Event
-from uuid import UUID
 
-from relay.admin.connections import reach_source, reach_target
+from relay.admin import acts
+from relay.admin.acts import Acting, Done, EventAnswer, Missing, Subject
+from relay.admin.connections import reach_source
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.schedules import steps
 from relay.schedules.ticking import Ticker
-from relay.store import actions, schedules
+from relay.store import schedules
 from relay.store.connections import Connection
 from relay.store.schedules import ScheduleRow
 
@@ -22,7 +22,7 @@ _NAMED = 20
 """At most so many schedules does an error name."""
 
 
-class UnknownSchedule(ConfigurationError):
+class UnknownSchedule(Missing):
     """The outbox has no schedule of this name."""
 
 
@@ -50,33 +50,36 @@ def upcoming(settings: Settings, name: str, count: int) -> tuple[ScheduleRow, li
         return replace(found, fault=str(error)), []
 
 
-def pause(settings: Settings, name: str, paused: bool, reason: str | None) -> bool:
-    """Pause a schedule or let it go on; returns whether that changed anything.
-
-    Raises UnknownSchedule, ConfigurationError, psycopg.Error.
-    """
-    with _acting(settings) as (source, target):
-        if schedules.named(source, name) is None:
-            raise _unknown(settings, source, name)
-        changed = schedules.pause(source, name, paused)
-        if changed:
-            action = "schedule pause" if paused else "schedule resume"
-            actions.record(target, settings.group, "", action, reason, {"schedule": name})
-    return changed
+SCHEDULE = Subject("schedule", "SCHEDULE")
 
 
-def run_now(settings: Settings, name: str, reason: str | None) -> UUID:
-    """Publish a schedule's event beside its times; returns its id.
+def _paused(act: Acting, paused: bool) -> bool:
+    _require_own_outbox(act.settings)
+    if schedules.named(act.source, act.name) is None:
+        raise _unknown(act.settings, act.source, act.name)
+    return schedules.pause(act.source, act.name, paused)
 
-    Raises UnknownSchedule, ConfigurationError, psycopg.Error.
-    """
-    with _acting(settings) as (source, target):
-        published = schedules.run_now(source, name)
-        if published is None:
-            raise _unknown(settings, source, name)
-        detail = {"schedule": name, "event_id": str(published)}
-        actions.record(target, settings.group, "", "schedule run-now", reason, detail)
-    return published
+
+pause, resume = acts.pauses(
+    SCHEDULE,
+    "Let a schedule publish nothing; its times meanwhile are not missed.",
+    "Let a paused schedule go on with its next time.",
+    _paused,
+)
+
+
+@acts.declare(SCHEDULE, "run-now", answers=EventAnswer)
+def run_now(act: Acting) -> Done:
+    """Publish a schedule's event now, beside its times, also while it is paused."""
+    _require_own_outbox(act.settings)
+    published = schedules.run_now(act.source, act.name)
+    if published is None:
+        raise _unknown(act.settings, act.source, act.name)
+    detail = {"event_id": str(published)}
+    return Done(f"published event {published}", detail, EventAnswer(published))
+
+
+ACTS = (pause, resume, run_now)
 
 
 def run(settings: Settings, stop: Event) -> None:
@@ -90,17 +93,6 @@ def run(settings: Settings, stop: Event) -> None:
         stop.wait()
     if ticker.error is not None:
         raise ticker.error
-
-
-@contextmanager
-def _acting(settings: Settings) -> Iterator[tuple[Connection, Connection]]:
-    """Open connections to source and target: nothing is done that the target cannot record."""
-    _require_own_outbox(settings)
-    with (
-        reach_target(settings, pooled=True) as target,
-        reach_source(settings, pooled=True) as source,
-    ):
-        yield source, target
 
 
 def _require_own_outbox(settings: Settings) -> None:

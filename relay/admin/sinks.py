@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
@@ -13,8 +13,11 @@ from urllib.parse import urlsplit
 
 import psycopg
 
+from relay.admin import acts
+from relay.admin.acts import Acting, Count, Done, Subject
 from relay.admin.connections import reach_source, reach_target
 from relay.admin.offsets import Goal, cover_goal, find_goal, move_sink
+from relay.admin.phrases import counted
 from relay.admin.status import reading_outbox
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, Unreachable
@@ -35,6 +38,7 @@ from relay.store.deferred import selection as deferred_selection
 from relay.store.positions import offsets, sinks
 from relay.store.positions.rewind import GivenUp
 
+SINK = Subject("sink", "NAME", "The sink: a handler's name.", of_sink=True)
 MOVES = "sink seek", "sink rebuild"
 """The actions that move a sink."""
 
@@ -191,17 +195,11 @@ def lag_seconds(settings: Settings) -> dict[str, float]:
     return {name: max(0.0, age) for name, age in ages.items() if age is not None}
 
 
-def set_paused(settings: Settings, name: str, paused: bool, reason: str | None) -> bool:
-    """Pause or resume a sink; returns whether that changed anything. Raises ConfigurationError."""
-    with reach_target(settings) as target, target.transaction():
-        require_begun(target, settings, name)
-        if not paused:
-            _require_held(target, settings, name)
-        changed = sinks.pause(target, settings.group, name, paused, reason)
-        if changed:
-            action = "sink pause" if paused else "sink resume"
-            actions.record(target, settings.group, name, action, reason, {})
-    return changed
+def _paused(act: Acting, paused: bool) -> bool:
+    require_begun(act.target, act.settings, act.name)
+    if not paused:
+        _require_held(act)
+    return sinks.pause(act.target, act.group, act.name, paused, act.reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,51 +248,42 @@ def seek(settings: Settings, name: str, goal: Goal, rebuild: bool, reason: str |
             cover_goal(source, target, settings, goal)
 
 
-def require_droppable(settings: Settings, name: str) -> None:
-    """Raise ConfigurationError if `drop` would."""
-    with _reached_unused(settings, name):
-        pass
+pause, resume = acts.pauses(
+    SINK,
+    "Pause a sink: it keeps its position, nothing is lost, and the other sinks go on.",
+    "Resume a paused sink at its position.",
+    _paused,
+)
 
 
-def drop(settings: Settings, name: str, reason: str | None) -> int:
-    """Delete a sink that is no longer configured; returns how many deferred transactions are deleted with it.
-
-    Its dead letters stay. Raises ConfigurationError if there is no such sink, or if this configuration or that of a
-    running instance has it, which would create it again, at its `start`.
-    """
-    with _reached_unused(settings, name) as target:
-        sinks.remove(target, settings.group, [name])
-        deleted = deferred.forget(target, settings.group, name)
-        detail = {"deferred": deleted}
-        actions.record(target, settings.group, name, "sink drop", reason, detail)
-    return deleted
-
-
-@contextmanager
-def _reached_unused(settings: Settings, name: str) -> Iterator[Connection]:
-    """Open a transaction in the target of a group that has a sink which no configuration has any more."""
-    if name in settings.sink_handlers:
+@acts.declare(SINK, "drop", answers=Count, asks=True, removes=True)
+def drop(act: Acting) -> Done:
+    """Delete position and deferred transactions of a sink that is no longer configured; its dead letters stay."""
+    # A configuration that has it, this one or that of an instance, would create it again, at its `start`.
+    if act.name in act.settings.sink_handlers:
         raise ConfigurationError(
-            f"handlers.{name}: is configured: take it out first, or run `relay sink pause {name}`"
+            f"handlers.{act.name}: is configured: take it out first, or run `relay sink pause {act.name}`"
         )
-    with reach_target(settings) as target, target.transaction():
-        require_begun(target, settings, name)
-        if name in admission.running_handlers(target, settings.group):
-            raise ConfigurationError(
-                f"handlers.{name}: an instance of group {settings.group!r} runs with a configuration that still has "
-                "it: restart all instances without it first"
-            )
-        yield target
+    require_begun(act.target, act.settings, act.name)
+    if act.name in admission.running_handlers(act.target, act.group):
+        raise ConfigurationError(
+            f"handlers.{act.name}: an instance of group {act.group!r} runs with a configuration that still has "
+            "it: restart all instances without it first"
+        )
+    sinks.remove(act.target, act.group, [act.name])
+    deleted = deferred.forget(act.target, act.group, act.name)
+    what = counted(deleted, "deferred transaction", "deferred transactions")
+    act.ask(f"Its position is deleted, with {what}. Its dead letters stay.")
+    return Done(f"sink {act.name} is dropped, with {what}", {"deferred": deleted}, Count(deleted))
 
 
-def _require_held(target: Connection, settings: Settings, name: str) -> None:
+def _require_held(act: Acting) -> None:
     """Raise ConfigurationError if retention has given the sink up."""
-    with reach_source(settings) as source:
-        if name in reader_positions.given_up(source, target, settings.group):
-            raise ConfigurationError(
-                f"handlers.{name}: was given up by retention (max_lag), and events that it has not read may be gone: "
-                f"choose its position with `relay sink seek {name} --to …`, then resume it"
-            )
+    if act.name in reader_positions.given_up(act.source, act.target, act.group):
+        raise ConfigurationError(
+            f"handlers.{act.name}: was given up by retention (max_lag), and events that it has not read may be gone: "
+            f"choose its position with `relay sink seek {act.name} --to …`, then resume it"
+        )
 
 
 def require_begun(target: Connection, settings: Settings, name: str) -> None:
@@ -313,3 +302,6 @@ def require_begun(target: Connection, settings: Settings, name: str) -> None:
         raise ConfigurationError(
             f"there is no sink {name!r} in group {settings.group!r} (sinks: {', '.join(known) or 'none'})"
         )
+
+
+ACTS = (pause, resume, drop)

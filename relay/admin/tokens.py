@@ -9,6 +9,8 @@ from uuid import UUID
 
 import psycopg
 
+from relay.admin import acts
+from relay.admin.acts import Acting, Done, Missing, Subject
 from relay.admin.connections import reach_source, reach_target
 from relay.admin.publish import require_own_outbox
 from relay.config.settings import Settings
@@ -24,7 +26,7 @@ _NAME_CHARACTERS = 100
 _MOST_PATTERNS = 1_000
 
 
-class UnknownToken(ConfigurationError):
+class UnknownToken(Missing):
     """There is no token of this name that is not revoked."""
 
 
@@ -80,31 +82,23 @@ def create(
     return token
 
 
-def require(settings: Settings, name: str) -> None:
-    """Raise UnknownToken unless there is a token of this name that is not revoked. Raises psycopg.Error."""
-    require_own_outbox(settings)
-    with reach_source(settings) as source:
-        if name not in _valid(source):
-            raise _unknown(source, name)
+@acts.declare(Subject("token", "NAME", "The name of the token."), "revoke", asks=True, removes=True)
+def revoke(act: Acting) -> Done:
+    """Revoke a token: within ten seconds it is refused, and what it streams ends."""
+    require_own_outbox(act.settings)
+    if not api_tokens.revoke(act.source, act.name):
+        raise _unknown(act.source, act.name)
+    act.ask(
+        "Within ten seconds it is refused, and what it streams ends. It cannot be made valid again."
+    )
+    return Done(f"token {act.name} is revoked")
 
 
-def revoke(settings: Settings, name: str, reason: str | None) -> None:
-    """Revoke a token: within seconds it is refused, and its streams end. Raises UnknownToken, psycopg.Error."""
-    require_own_outbox(settings)
-    with reach_source(settings) as source:
-        if not api_tokens.revoke(source, name):
-            raise _unknown(source, name)
-    with reach_target(settings) as target:
-        actions.record(target, settings.group, "", "token revoke", reason, {"token": name})
-
-
-def _valid(source: Connection) -> list[str]:
-    """Read the names of the tokens that are not revoked."""
-    return [each.name for each in api_tokens.listed(source) if each.revoked_at is None]
+ACTS = (revoke,)
 
 
 def _unknown(source: Connection, name: str) -> UnknownToken:
-    known = ", ".join(_valid(source))
+    known = ", ".join(each.name for each in api_tokens.listed(source) if each.revoked_at is None)
     return UnknownToken(f"there is no token {name!r} (tokens: {known or 'none'})")
 
 

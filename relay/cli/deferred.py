@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import psycopg
 import typer
 
+from relay.admin.phrases import counted, destination, due, moment, with_events
 from relay.cli.options import ConfigOption, JsonOption, time_of, warn, with_groups
 from relay.cli.terminal import DRY_RUN_SHOWS, ActionOptions, approved, print_table
 from relay.config.files import load
 from relay.faults import ConfigurationError
-from relay.observe.phrases import counted, destination, due, moment, with_events
 from relay.store import states
 
 if TYPE_CHECKING:

@@ -16,6 +16,16 @@ from typing import Annotated, Any, NamedTuple, TextIO
 import psycopg
 import typer
 
+from relay.admin.phrases import (
+    counted,
+    dead,
+    dead_are,
+    destination,
+    moment,
+    printable,
+    printable_json,
+    replayed_to,
+)
 from relay.cli.options import (
     AllOption,
     ConfigOption,
@@ -38,16 +48,6 @@ from relay.cli.terminal import (
 )
 from relay.config.files import load
 from relay.faults import ConfigurationError
-from relay.observe.phrases import (
-    counted,
-    dead,
-    dead_are,
-    destination,
-    moment,
-    printable,
-    printable_json,
-    replayed_to,
-)
 from relay.runtime.reporting import silent
 from relay.store import states
 from relay.store.dead_letters import of_queue, queue_of

@@ -8,21 +8,20 @@ from typing import Annotated
 
 import typer
 
-from relay.cli.options import ConfigOption, JsonOption, ReasonOption
+from relay.admin.phrases import moment
+from relay.cli.acts import ActsGroup
+from relay.cli.options import ConfigOption, JsonOption
 from relay.cli.terminal import print_table
 from relay.config.files import load
 from relay.faults import ConfigurationError
-from relay.observe.phrases import moment
 
 endpoint = typer.Typer(
+    cls=ActsGroup,
     help="Endpoints that data choose (type: http): those that fail, are disabled, or are paused.",
     no_args_is_help=True,
 )
 
 SinkArgument = Annotated[str, typer.Argument(help="The sink: a handler's name.")]
-EndpointArgument = Annotated[
-    str, typer.Argument(help="The endpoint: its id, as `relay endpoint list` shows it, or its URL.")
-]
 
 
 @endpoint.command("list")
@@ -86,63 +85,3 @@ def endpoint_test(
     )
     if any(found.values()):
         raise typer.Exit(1)
-
-
-@endpoint.command("disable")
-def endpoint_disable(
-    sink: SinkArgument,
-    endpoint: EndpointArgument,
-    config: ConfigOption = None,
-    reason: ReasonOption = None,
-) -> None:
-    """Disable an endpoint: what is for it becomes dead letters at once, until it is enabled."""
-    from relay.admin.endpoints import set_disabled
-
-    changed = set_disabled(load(config), sink, endpoint, True, reason)
-    if changed is None:
-        print("the endpoint was disabled already")
-        return
-    print(f"endpoint {changed.endpoint} ({changed.address}) is disabled")
-
-
-@endpoint.command("pause")
-def endpoint_pause(
-    sink: SinkArgument,
-    endpoint: EndpointArgument,
-    config: ConfigOption = None,
-    reason: ReasonOption = None,
-) -> None:
-    """Pause an endpoint: what is for it waits in order, until it is enabled."""
-    from relay.admin.endpoints import set_disabled
-
-    changed = set_disabled(load(config), sink, endpoint, True, reason, waits=True)
-    if changed is None:
-        print("the endpoint was paused already")
-        return
-    print(f"endpoint {changed.endpoint} ({changed.address}) is paused")
-
-
-@endpoint.command("enable")
-def endpoint_enable(
-    sink: SinkArgument,
-    endpoint: EndpointArgument,
-    config: ConfigOption = None,
-    reason: ReasonOption = None,
-) -> None:
-    """Enable an endpoint that is disabled or paused, and say what is to be done with what has come meanwhile."""
-    from relay.admin.endpoints import set_disabled
-
-    changed = set_disabled(load(config), sink, endpoint, False, reason)
-    if changed is None:
-        print("the endpoint was neither disabled nor paused")
-        return
-    print(f"endpoint {changed.endpoint} ({changed.address}) is enabled")
-    if changed.waits:
-        print(
-            f"what waits for it is tried soon, or at once: relay deferred run --sink {changed.sink}"
-        )
-        return
-    print(
-        "what has become dead letters meanwhile: "
-        f"relay dlq replay --sink {changed.sink} --exception {changed.endpoint}"
-    )

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from relay.admin.phrases import moment
 from relay.cli.options import ConfigOption, JsonOption, say
 from relay.cli.terminal import print_table
 from relay.config.files import load
 from relay.model.json_fields import json_fields
-from relay.observe.phrases import moment
 
 if TYPE_CHECKING:
     from relay.admin.events import RelatedEvent

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
+from relay.admin.phrases import counted
 from relay.cli.options import ConfigOption, JsonOption, ReasonOption, YesOption
 from relay.cli.terminal import approve, print_given_up, print_table, progress
 from relay.config.files import load
-from relay.observe.phrases import counted
 
 offsets = typer.Typer(
     help="The positions of a group: show them, and move a stopped group.", no_args_is_help=True

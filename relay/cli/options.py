@@ -17,10 +17,10 @@ import typer
 from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
+from relay.admin.phrases import printable
 from relay.config.dsn import administrator_dsn
 from relay.faults import ConfigurationError
 from relay.logs import is_json
-from relay.observe.phrases import printable
 
 log = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ from typing import Annotated
 
 import typer
 
+from relay.admin.phrases import with_events
 from relay.cli.options import ConfigOption, JsonOption
 from relay.cli.terminal import progress
 from relay.config.files import load
 from relay.faults import ConfigurationError
-from relay.observe.phrases import with_events
 
 
 def publish(

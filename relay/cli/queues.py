@@ -6,11 +6,12 @@ import json
 import sys
 from dataclasses import dataclass
 from datetime import datetime
-from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from relay.admin.phrases import counted, moment
+from relay.cli.acts import ActsGroup
 from relay.cli.events import print_attempts
 from relay.cli.options import (
     ConfigOption,
@@ -25,7 +26,6 @@ from relay.cli.options import (
 from relay.cli.terminal import approve, print_table
 from relay.config.files import load
 from relay.model.json_fields import json_fields
-from relay.observe.phrases import counted, moment, pausing
 from relay.store import states
 from relay.store.queues import MessageSelection
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from relay.store.queues import QueueFigures
 
 queue = typer.Typer(
+    cls=ActsGroup,
     help="Work queues: what is in them, and who works it.",
     no_args_is_help=True,
 )
@@ -193,41 +194,6 @@ def queue_show(
     print_attempts(kept)
 
 
-@queue.command("pause")
-def queue_pause(
-    name: QueueArgument, config: ConfigOption = None, reason: ReasonOption = None
-) -> None:
-    """Let nobody take from a queue; relay fills it all the same."""
-    from relay.admin.queues import pause
-
-    print(f"queue {name} {pausing(True, pause(load(config), name, True, reason))}")
-
-
-@queue.command("resume")
-def queue_resume(
-    name: QueueArgument, config: ConfigOption = None, reason: ReasonOption = None
-) -> None:
-    """Let workers take from a paused queue again."""
-    from relay.admin.queues import pause
-
-    print(f"queue {name} {pausing(False, pause(load(config), name, False, reason))}")
-
-
-@queue.command("purge")
-def queue_purge(
-    name: QueueArgument,
-    config: ConfigOption = None,
-    reason: ReasonOption = None,
-    yes: YesOption = False,
-) -> None:
-    """Delete the messages of a queue but those that workers have. Its dead letters stay: see `relay dlq discard`."""
-    from relay.admin.queues import purge, require
-
-    settings = load(config)
-    approve(yes, f"Delete all messages of the queue {name}?", partial(require, settings, name))
-    print(counted(purge(settings, name, reason), "message", "messages"), "deleted")
-
-
 @queue.command("cancel")
 @with_groups
 def queue_cancel(
@@ -317,23 +283,3 @@ def queue_rebuild(
     print(f"{there} and {dead} are deleted, also those that are not in the log")
     approve(yes)
     rebuild(settings, name, from_, reason)
-
-
-@queue.command("drop")
-def queue_drop(
-    name: QueueArgument,
-    config: ConfigOption = None,
-    reason: ReasonOption = None,
-    yes: YesOption = False,
-) -> None:
-    """Drop a queue with its messages; a worker that declares it makes it again."""
-    from relay.admin.queues import drop, require_droppable
-
-    settings = load(config)
-    approve(
-        yes,
-        f"Drop the queue {name} with its messages?",
-        partial(require_droppable, settings, name),
-    )
-    drop(settings, name, reason)
-    print(f"queue {name} is dropped")

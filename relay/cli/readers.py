@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import json
 import sys
-from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from relay.cli.options import ConfigOption, JsonOption, ReasonOption, YesOption
-from relay.cli.terminal import approve, print_facts, print_table
+from relay.admin.phrases import moment
+from relay.cli.acts import ActsGroup
+from relay.cli.options import ConfigOption, JsonOption
+from relay.cli.terminal import print_facts, print_table
 from relay.config.files import load
 from relay.model import exact_json
 from relay.model.json_fields import json_fields
-from relay.observe.phrases import moment
 
 if TYPE_CHECKING:
     from relay.admin.readers import ReaderSummary
     from relay.store.log_readers import ReaderRow
 
 reader = typer.Typer(
+    cls=ActsGroup,
     help="Readers of the log: programs with a position of their own in relay's outbox.",
     no_args_is_help=True,
 )
@@ -98,36 +99,3 @@ def reader_show(
 
 def _history(each: ReaderRow | ReaderSummary) -> str:
     return "another: seek" if each.other_history else "this"
-
-
-@reader.command("seek")
-def reader_seek(
-    name: ReaderArgument,
-    to: Annotated[str, typer.Option(help="now, beginning, or a position.")],
-    config: ConfigOption = None,
-    reason: ReasonOption = None,
-    yes: YesOption = False,
-) -> None:
-    """Move a reader; one that retention has given up goes on from there. What is in flight cannot be done any more."""
-    from relay.admin.readers import seek, shown
-
-    settings = load(config)
-    approve(yes, f"Move the reader {name} to {to}?", partial(shown, settings, name))
-    seek(settings, name, to, reason)
-    print(f"reader {name} is moved to {to}")
-
-
-@reader.command("drop")
-def reader_drop(
-    name: ReaderArgument,
-    config: ConfigOption = None,
-    reason: ReasonOption = None,
-    yes: YesOption = False,
-) -> None:
-    """Drop a reader: retention no longer keeps events for it. A program that declares it makes another one."""
-    from relay.admin.readers import drop, shown
-
-    settings = load(config)
-    approve(yes, f"Drop the reader {name}?", partial(shown, settings, name))
-    drop(settings, name, reason)
-    print(f"reader {name} is dropped")

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from relay.admin.phrases import counted
 from relay.cli.options import (
     AdministratorOptions,
     SourceAdministratorOptions,
@@ -14,7 +15,6 @@ from relay.cli.options import (
 )
 from relay.cli.terminal import approve, progress
 from relay.config.files import load
-from relay.observe.phrases import counted
 
 EveryOption = Annotated[
     str | None,

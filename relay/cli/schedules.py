@@ -11,15 +11,17 @@ from typing import Annotated
 
 import typer
 
-from relay.cli.options import ConfigOption, JsonOption, ReasonOption, say
+from relay.admin.phrases import moment
+from relay.cli.acts import ActsGroup
+from relay.cli.options import ConfigOption, JsonOption, say
 from relay.cli.service import FormatOption
 from relay.cli.terminal import print_table
 from relay.config.files import load
 from relay.logs import LogFormat, configure
 from relay.model.json_fields import json_fields
-from relay.observe.phrases import moment, pausing
 
 schedule = typer.Typer(
+    cls=ActsGroup,
     help="Schedules: events that relay publishes at given times.",
     no_args_is_help=True,
 )
@@ -81,36 +83,6 @@ def schedule_next(
         (found.timezone, "UTC"),
         ((moment(each.astimezone(found.zone)), moment(each)) for each in times),
     )
-
-
-@schedule.command("pause")
-def schedule_pause(
-    name: ScheduleArgument, config: ConfigOption = None, reason: ReasonOption = None
-) -> None:
-    """Let a schedule publish nothing; its times meanwhile are not missed."""
-    from relay.admin.schedules import pause
-
-    print(f"schedule {name} {pausing(True, pause(load(config), name, True, reason))}")
-
-
-@schedule.command("resume")
-def schedule_resume(
-    name: ScheduleArgument, config: ConfigOption = None, reason: ReasonOption = None
-) -> None:
-    """Let a paused schedule go on with its next time."""
-    from relay.admin.schedules import pause
-
-    print(f"schedule {name} {pausing(False, pause(load(config), name, False, reason))}")
-
-
-@schedule.command("run-now")
-def schedule_run_now(
-    name: ScheduleArgument, config: ConfigOption = None, reason: ReasonOption = None
-) -> None:
-    """Publish a schedule's event now, beside its times."""
-    from relay.admin.schedules import run_now
-
-    print(f"published event {run_now(load(config), name, reason)}")
 
 
 @schedule.command("run")

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from datetime import datetime
-from functools import partial
 from typing import Annotated
 
 import typer
 
+from relay.admin.phrases import counted, duration, moment, recently
+from relay.cli.acts import ActsGroup
 from relay.cli.options import ConfigOption, JsonOption, ReasonOption, YesOption, time_of, warn
 from relay.cli.terminal import approve, print_given_up, print_table
 from relay.config.files import load
-from relay.observe.phrases import counted, duration, moment, pausing, recently
 
 sink = typer.Typer(
+    cls=ActsGroup,
     help="Sinks: handlers that deliver events to other systems, each at its own pace.",
     no_args_is_help=True,
 )
@@ -61,26 +62,6 @@ def sink_list(config: ConfigOption = None, as_json: JsonOption = False) -> None:
             for each in statuses
         ),
     )
-
-
-@sink.command("pause")
-def sink_pause(
-    name: NameArgument, config: ConfigOption = None, reason: ReasonOption = None
-) -> None:
-    """Pause a sink: it keeps its position, nothing is lost, and the other sinks go on."""
-    from relay.admin.sinks import set_paused
-
-    print(f"sink {name} {pausing(True, set_paused(load(config), name, True, reason))}")
-
-
-@sink.command("resume")
-def sink_resume(
-    name: NameArgument, config: ConfigOption = None, reason: ReasonOption = None
-) -> None:
-    """Resume a paused sink at its position."""
-    from relay.admin.sinks import set_paused
-
-    print(f"sink {name} {pausing(False, set_paused(load(config), name, False, reason))}")
 
 
 @sink.command("seek")
@@ -169,23 +150,3 @@ def sink_resend(
             print(
                 f"{counted(resent.left_out, 'event', 'events')} left out: for later, or cancelled"
             )
-
-
-@sink.command("drop")
-def sink_drop(
-    name: NameArgument,
-    config: ConfigOption = None,
-    reason: ReasonOption = None,
-    yes: YesOption = False,
-) -> None:
-    """Delete position and deferred transactions of a sink that is no longer configured; its dead letters stay."""
-    from relay.admin.sinks import drop, require_droppable
-
-    settings = load(config)
-    approve(
-        yes,
-        f"Delete the position and the deferred transactions of sink {name}?",
-        partial(require_droppable, settings, name),
-    )
-    dropped = counted(drop(settings, name, reason), "deferred transaction", "deferred transactions")
-    print(f"sink {name} is dropped, with {dropped}")

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from relay.admin.phrases import counted, due, moment
 from relay.cli.options import ConfigOption, JsonOption, fail, out, time_of
 from relay.cli.terminal import print_facts, print_table
 from relay.config.files import for_each, load, load_all
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, Unreachable
-from relay.observe.phrases import counted, due, moment
 
 if TYPE_CHECKING:
     from relay.config.settings import Settings

@@ -15,8 +15,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from relay.admin.phrases import printable
 from relay.cli.options import AllOption, DryRunOption, ReasonOption, YesOption, out
-from relay.observe.phrases import printable
 from relay.runtime.reporting import ProgressReport, silent
 
 if TYPE_CHECKING:
@@ -128,18 +128,10 @@ class ActionOptions:
     yes: YesOption = False
 
 
-def approve(
-    yes: bool, question: str = "Go on?", require: Callable[[], object] | None = None
-) -> None:
-    """Ask a question unless `--yes` answers it. Raises typer.Abort if the answer is no.
-
-    `require` is called first: it raises ConfigurationError where a yes would change nothing.
-    """
-    if yes:
-        return
-    if require is not None:
-        require()
-    typer.confirm(question, abort=True)
+def approve(yes: bool, question: str = "Go on?") -> None:
+    """Ask a question unless `--yes` answers it. Raises typer.Abort if the answer is no."""
+    if not yes:
+        typer.confirm(question, abort=True)
 
 
 def approved(

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
-from functools import partial
 from typing import Annotated
 
 import typer
 
-from relay.cli.options import ConfigOption, JsonOption, ReasonOption, YesOption
-from relay.cli.terminal import approve, print_table
+from relay.admin.phrases import moment
+from relay.cli.acts import ActsGroup
+from relay.cli.options import ConfigOption, JsonOption, ReasonOption
+from relay.cli.terminal import print_table
 from relay.config.files import load
 from relay.model.json_fields import json_fields
-from relay.observe.phrases import moment
 
 token = typer.Typer(
+    cls=ActsGroup,
     help="Tokens of the HTTP API: who may read and publish events there.",
     no_args_is_help=True,
 )
@@ -92,19 +93,3 @@ def token_create(
             settings, name, right or ["read"], host or ["*"], event_type or ["*"], length, reason
         )
     )
-
-
-@token.command("revoke")
-def token_revoke(
-    name: TokenArgument,
-    config: ConfigOption = None,
-    reason: ReasonOption = None,
-    yes: YesOption = False,
-) -> None:
-    """Revoke a token: within ten seconds it is refused, and what it streams ends."""
-    from relay.admin.tokens import require, revoke
-
-    settings = load(config)
-    approve(yes, f"Revoke the token {name}?", partial(require, settings, name))
-    revoke(settings, name, reason)
-    print(f"token {name} is revoked")

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from relay.admin.phrases import counted, printable
 from relay.cli.options import ConfigOption, JsonOption
 from relay.config.files import load
-from relay.observe.phrases import counted, printable
 
 if TYPE_CHECKING:
     from relay.admin.verification import Verification

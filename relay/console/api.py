@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Security
+from fastapi import APIRouter, Path, Query, Security
 from fastapi.security import HTTPBearer
 from starlette.requests import Request
 
+from relay.admin import acts
+from relay.admin.acts import Act, Changed, Count, MessageCount
 from relay.admin.events import FoundEvent
 from relay.admin.offsets import OffsetsMove
 from relay.admin.sinks import SinkMove, SinkStatus
@@ -15,7 +17,8 @@ from relay.console import models
 from relay.console.charts import Series
 from relay.console.forms import CallerDep, GroupDep
 from relay.console.group import HISTORY_HOURS, MOST, PAGE, GroupView, Page, Partitions
-from relay.console.models import Changed, Count, MessageCount, Moved
+from relay.console.models import Moved
+from relay.console.security import Caller
 from relay.faults import ConfigurationError
 from relay.source.outbox.search import EventPage
 from relay.store.actions import Action
@@ -110,18 +113,6 @@ def sink(group: GroupDep, sink: str) -> SinkStatus:
     return group.sink(sink)
 
 
-@router.post(_GROUP + "/sinks/{sink:path}/pause", tags=["sinks"])
-def pause(group: GroupDep, caller: CallerDep, sink: str, act: models.Act) -> Changed:
-    """Pause a sink. It keeps its position."""
-    return Changed(changed=group.pause(sink, caller.name, act.reason))
-
-
-@router.post(_GROUP + "/sinks/{sink:path}/resume", tags=["sinks"])
-def resume(group: GroupDep, caller: CallerDep, sink: str, act: models.Act) -> Changed:
-    """Resume a paused sink at its position."""
-    return Changed(changed=group.resume(sink, caller.name, act.reason))
-
-
 @router.get(_GROUP + "/sinks/{sink:path}/endpoints", tags=["sinks"])
 def endpoints(group: GroupDep, sink: str, limit: Limit = MOST) -> list[StoredEndpoint]:
     """List endpoints of a sink, which data choose, that fail or are disabled, the disabled ones first."""
@@ -183,18 +174,6 @@ def edit_message(
     return Changed(changed=group.edit_message(queue, id, act.payload, caller.name, act.reason))
 
 
-@router.post(_GROUP + "/queues/{queue:path}/pause", tags=["queues"])
-def pause_queue(group: GroupDep, caller: CallerDep, queue: str, act: models.Act) -> Changed:
-    """Let nobody take from a queue. relay fills it all the same."""
-    return Changed(changed=group.pause_queue(queue, True, caller.name, act.reason))
-
-
-@router.post(_GROUP + "/queues/{queue:path}/resume", tags=["queues"])
-def resume_queue(group: GroupDep, caller: CallerDep, queue: str, act: models.Act) -> Changed:
-    """Let workers take from a paused queue again."""
-    return Changed(changed=group.pause_queue(queue, False, caller.name, act.reason))
-
-
 @router.post(_GROUP + "/queues/{queue:path}/replay", tags=["queues"])
 def replay_queue(
     group: GroupDep, caller: CallerDep, queue: str, act: models.QueueReplayAct
@@ -241,26 +220,6 @@ def schedule(group: GroupDep, schedule: str) -> models.ScheduleAnswer:
     return models.ScheduleAnswer(schedule=found, next=times)
 
 
-@router.post(_GROUP + "/schedules/{schedule:path}/pause", tags=["schedules"])
-def pause_schedule(group: GroupDep, caller: CallerDep, schedule: str, act: models.Act) -> Changed:
-    """Let a schedule publish nothing. Its times meanwhile are not missed."""
-    return Changed(changed=group.pause_schedule(schedule, True, caller.name, act.reason))
-
-
-@router.post(_GROUP + "/schedules/{schedule:path}/resume", tags=["schedules"])
-def resume_schedule(group: GroupDep, caller: CallerDep, schedule: str, act: models.Act) -> Changed:
-    """Let a paused schedule go on with its next time."""
-    return Changed(changed=group.pause_schedule(schedule, False, caller.name, act.reason))
-
-
-@router.post(_GROUP + "/schedules/{schedule:path}/run-now", tags=["schedules"])
-def run_schedule(
-    group: GroupDep, caller: CallerDep, schedule: str, act: models.Act
-) -> models.EventAnswer:
-    """Publish a schedule's event now, beside its times."""
-    return models.EventAnswer(event_id=group.run_schedule(schedule, caller.name, act.reason))
-
-
 @router.get(_GROUP + "/tokens", tags=["tokens"])
 def tokens(group: GroupDep, limit: Limit = PAGE, before: int | None = None) -> Page[TokenRow]:
     """List the tokens of `/v1`, the API for readers and publishers, newest first, also those that are revoked."""
@@ -275,38 +234,6 @@ def create_token(group: GroupDep, caller: CallerDep, act: models.TokenAct) -> mo
             act.name, act.rights, act.hosts, act.types, act.expires, caller.name, act.reason
         )
     )
-
-
-@router.post(_GROUP + "/tokens/{token:path}/revoke", tags=["tokens"])
-def revoke_token(group: GroupDep, caller: CallerDep, token: str, act: models.Act) -> Changed:
-    """Revoke the token of a name: within ten seconds it is refused, and what it streams ends."""
-    group.revoke_token(token, caller.name, act.reason)
-    return Changed(changed=True)
-
-
-@router.post(_GROUP + "/sinks/{sink:path}/endpoints/disable", tags=["sinks"])
-def disable_endpoint(
-    group: GroupDep, caller: CallerDep, sink: str, act: models.EndpointAct
-) -> Changed:
-    """Disable an endpoint: what is for it becomes dead letters."""
-    return Changed(changed=group.disable_endpoint(sink, act.endpoint, caller.name, act.reason))
-
-
-@router.post(_GROUP + "/sinks/{sink:path}/endpoints/hold", tags=["sinks"])
-def pause_endpoint(
-    group: GroupDep, caller: CallerDep, sink: str, act: models.EndpointAct
-) -> Changed:
-    """Pause an endpoint: what is for it waits, until it is enabled."""
-    changed = group.disable_endpoint(sink, act.endpoint, caller.name, act.reason, waits=True)
-    return Changed(changed=changed)
-
-
-@router.post(_GROUP + "/sinks/{sink:path}/endpoints/enable", tags=["sinks"])
-def enable_endpoint(
-    group: GroupDep, caller: CallerDep, sink: str, act: models.EndpointAct
-) -> Changed:
-    """Enable an endpoint that is disabled or paused. Its dead letters stay until they are replayed."""
-    return Changed(changed=group.enable_endpoint(sink, act.endpoint, caller.name, act.reason))
 
 
 @router.post(_GROUP + "/sinks/{sink:path}/seek", tags=["sinks"])
@@ -326,12 +253,6 @@ def resend(group: GroupDep, caller: CallerDep, sink: str, act: models.ResendAct)
     """Deliver events to a sink again, marked as a resend. The sink keeps its position."""
     deliveries = group.resend(sink, act.ids, act.filter.search(), caller.name, act.reason)
     return Count(transactions=deliveries)
-
-
-@router.post(_GROUP + "/sinks/{sink:path}/drop", tags=["sinks"])
-def drop(group: GroupDep, caller: CallerDep, sink: str, act: models.Act) -> Count:
-    """Forget a sink that is no longer configured, with its deferred transactions."""
-    return Count(transactions=group.drop_sink(sink, caller.name, act.reason))
 
 
 @router.get(_GROUP + "/stopped-handlers", tags=["group"])
@@ -442,6 +363,37 @@ def dead_letter_actions(
 ) -> Page[ActedOnDead]:
     """List the actions on dead letters, newest first."""
     return group.dead_letter_actions(limit, before)
+
+
+def _add(act: Act) -> None:
+    """Add the route of an act."""
+
+    def run(group: GroupView, caller: Caller, name: str, body: models.Reasoned) -> object:
+        given = body.model_dump(exclude={"reason"})
+        done = group.act(act, name, given, caller.name, body.reason)
+        return done.answer or Changed(done.changed)
+
+    annotations = {
+        "group": GroupDep,
+        "caller": CallerDep,
+        "name": Annotated[str, Path(alias=act.of)],
+        "body": models.body_of(act),
+    }
+    run.__annotations__ = annotations
+    router.add_api_route(
+        f"{_GROUP}/{act.of}s/{{{act.of}:path}}/{act.path or act.name}",
+        run,
+        methods=["POST"],
+        tags=[f"{act.of}s"],
+        response_model=act.answers,
+        name=f"{act.name}_{act.subject.name}",
+        summary=f"{act.label} {act.subject.name}",
+        description=act.does,
+    )
+
+
+for each in acts.declared().values():
+    _add(each)
 
 
 def _require_filter(act: models.DeadLettersAct | models.DeferredAct) -> None:

@@ -13,12 +13,13 @@ from starlette.responses import RedirectResponse, Response
 from starlette.staticfiles import StaticFiles
 
 from relay import __version__
+from relay.admin.acts import Missing
 from relay.config.settings import ConsoleSettings, Settings
 from relay.console import (
     api,
     pages,
 )
-from relay.console.group import GroupView, Missing
+from relay.console.group import GroupView
 from relay.console.security import Guard, is_same_origin
 from relay.console.views import Views
 from relay.faults import ConfigurationError

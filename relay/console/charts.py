@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
 
+from relay.admin.phrases import duration
 from relay.observe.history import Sample
-from relay.observe.phrases import duration
 
 _POINTS = 180
 """Largest number of points of a series: more would not be visible in a chart."""

@@ -8,7 +8,9 @@ from typing import Annotated, Any
 from fastapi import Depends, Request
 from starlette.exceptions import HTTPException
 
-from relay.console.group import GroupView, Missing
+from relay.admin import acts
+from relay.admin.acts import Act, Missing
+from relay.console.group import GroupView
 from relay.console.models import REASON_CHARACTERS, Filter, filter_of
 from relay.console.security import Caller, equal
 from relay.console.views import Views
@@ -115,6 +117,17 @@ def search_of(request: Request, model: type[Filter], **fixed: str) -> tuple[dict
             fields[name] = value.strip()
     target = {"sink": ""} if fields.get("sink") == _TARGET else {}
     return fields, filter_of(model, {**fields, **target, **fixed})
+
+
+def act_of(subject: str, action: str) -> Act:
+    """Return the act that a path names. Raises HTTPException."""
+    found = acts.declared().get((subject, action))
+    if found is None:
+        raise HTTPException(404, f"there is no action {action!r} here")
+    return found
+
+
+ActDep = Annotated[Act, Depends(act_of)]
 
 
 def require_action(action: str, *actions: str) -> None:

@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from threading import Lock
 from typing import Any, Generic, TypeVar
-from uuid import UUID
 
 import psycopg
 
 from relay.admin import endpoints, events, queues, resend, schedules, sinks, status, tokens
+from relay.admin.acts import Act, Done, Missing
 from relay.admin.connections import reach_target
 from relay.admin.dead_letters import DeadLetters, printed
 from relay.admin.deferred import DeferredTransactions
 from relay.admin.events import FoundEvent
 from relay.admin.offsets import OffsetsMove, PartitionStatus, plan_seek, positions, seek
+from relay.admin.phrases import counted, duration, moment
 from relay.admin.sinks import SinkMove, SinkStatus
 from relay.admin.status import Status
 from relay.config.handlers import DeliveryHandler, HttpHandler
@@ -72,19 +72,6 @@ HISTORY_HOURS = history.KEPT_SECONDS / 3600
 _KINDS = 12
 _EVENTS_SHOWN = 20
 _TIMES = 10
-
-
-class Missing(ConfigurationError):
-    """The requested group, sink, queue, schedule, token or dead letter does not exist."""
-
-
-@contextmanager
-def _known() -> Iterator[None]:
-    """Raise Missing for a queue that the group does not fill, and a schedule or token that the outbox does not have."""
-    try:
-        yield
-    except (queues.UnknownQueue, schedules.UnknownSchedule, tokens.UnknownToken) as error:
-        raise Missing(str(error)) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,15 +241,15 @@ class GroupView:
                 return each
         raise Missing(f"there is no sink {name!r} in group {self.name!r}")
 
-    def pause(self, name: str, by: str, reason: str) -> bool:
-        """Pause a sink; return whether it was not paused before."""
-        with acting(by):
-            return sinks.set_paused(self._settings, name, True, reason)
+    def rehearse(self, act: Act, name: str, given: Mapping[str, Any]) -> str:
+        """Return what an act would do."""
+        with reading(ACT_SECONDS):
+            return act.rehearse(self._settings, name, **given) if act.asks else act.does
 
-    def resume(self, name: str, by: str, reason: str) -> bool:
-        """Resume a sink; return whether it was paused before."""
+    def act(self, act: Act, name: str, given: Mapping[str, Any], by: str, reason: str) -> Done:
+        """Do an act that is declared."""
         with acting(by):
-            return sinks.set_paused(self._settings, name, False, reason)
+            return act(self._settings, name, reason, **given)
 
     def plan_sink_seek(self, name: str, to: str) -> SinkMove:
         """Return where a seek would move a sink, and which of its transactions it would give up."""
@@ -290,11 +277,6 @@ class GroupView:
             planned = resend.plan(self._settings, name, ids, wanted)
             return resend.resend(self._settings, planned, reason).deliveries
 
-    def drop_sink(self, name: str, by: str, reason: str) -> int:
-        """Forget a sink that is no longer configured; return how many deferred transactions are deleted with it."""
-        with acting(by):
-            return sinks.drop(self._settings, name, reason)
-
     def endpoints(self, sink: str, limit: int = PAGE) -> list[StoredEndpoint]:
         """Read endpoints of a sink that fail or are disabled, the disabled ones first; none of one with a fixed URL."""
         if not self.has_endpoints(sink):
@@ -306,21 +288,6 @@ class GroupView:
         """Whether data choose the endpoints of a sink."""
         handler = self._settings.handlers.get(sink)
         return isinstance(handler, HttpHandler) and handler.has_endpoints
-
-    def disable_endpoint(
-        self, sink: str, endpoint: str, by: str, reason: str, *, waits: bool = False
-    ) -> bool:
-        """Disable an endpoint, by its id or URL, or pause it if it `waits`; return whether it was not so already."""
-        with acting(by):
-            before = endpoints.set_disabled(
-                self._settings, sink, endpoint, True, reason, waits=waits
-            )
-            return before is not None
-
-    def enable_endpoint(self, sink: str, endpoint: str, by: str, reason: str) -> bool:
-        """Enable an endpoint; return whether it was disabled or paused."""
-        with acting(by):
-            return endpoints.set_disabled(self._settings, sink, endpoint, False, reason) is not None
 
     def event(self, event_id: str) -> FoundEvent:
         """Find an event, with its state at each destination. Raises Missing."""
@@ -349,39 +316,34 @@ class GroupView:
 
         Raises Missing for a queue that is not declared.
         """
-        with reading(), _known():
+        with reading():
             return queues.shown(self._settings, name, wanted, limit)
 
     def cancel_messages(self, name: str, wanted: MessageSelection, by: str, reason: str) -> int:
         """Cancel messages of a queue that nobody has; return how many. Raises Missing."""
-        with acting(by), _known():
+        with acting(by):
             return queues.cancel(self._settings, name, wanted, reason)
 
     def move_messages(
         self, name: str, wanted: MessageSelection, to: datetime | None, by: str, reason: str
     ) -> int:
         """Give messages that wait for their time another one, None: now; return how many. Raises Missing."""
-        with acting(by), _known():
+        with acting(by):
             return queues.move(self._settings, name, wanted, to, reason)
 
     def edit_message(self, name: str, number: int, payload: str, by: str, reason: str) -> bool:
         """Give a message that nobody has another payload; return whether there is one. Raises Missing."""
-        with acting(by), _known():
+        with acting(by):
             return queues.edit(self._settings, name, number, payload, reason)
-
-    def pause_queue(self, name: str, paused: bool, by: str, reason: str) -> bool:
-        """Pause a queue or let it go on; return whether that changed anything. Raises Missing."""
-        with acting(by), _known():
-            return queues.pause(self._settings, name, paused, reason)
 
     def plan_queue_rebuild(self, name: str, start: str) -> tuple[QueueFigures, str]:
         """Return what a queue has, and in words where a rebuild would begin. Raises Missing."""
-        with reading(ACT_SECONDS), _known():
+        with reading(ACT_SECONDS):
             return queues.plan_rebuild(self._settings, name, start, "from")
 
     def rebuild_queue(self, name: str, start: str, by: str, reason: str) -> str:
         """Let relay empty a queue and fill it from the log again; return in words where it begins. Raises Missing."""
-        with acting(by), _known():
+        with acting(by):
             _, begins = queues.plan_rebuild(self._settings, name, start, "from")
             queues.rebuild(self._settings, name, start, reason)
         return begins
@@ -394,18 +356,8 @@ class GroupView:
 
     def schedule(self, name: str) -> tuple[ScheduleRow, list[datetime]]:
         """Read a schedule, and compute its next ten times. Raises Missing."""
-        with reading(), _known():
+        with reading():
             return schedules.upcoming(self._settings, name, _TIMES)
-
-    def pause_schedule(self, name: str, paused: bool, by: str, reason: str) -> bool:
-        """Pause a schedule or let it go on; return whether that changed anything. Raises Missing."""
-        with acting(by), _known():
-            return schedules.pause(self._settings, name, paused, reason)
-
-    def run_schedule(self, name: str, by: str, reason: str) -> UUID:
-        """Publish a schedule's event beside its times; return its id. Raises Missing."""
-        with acting(by), _known():
-            return schedules.run_now(self._settings, name, reason)
 
     def tokens(self, limit: int = PAGE, before: int | None = None) -> Page[TokenRow]:
         """Read the tokens of the HTTP API, newest first, also those that are revoked or have expired."""
@@ -432,11 +384,6 @@ class GroupView:
             return tokens.create(
                 self._settings, name, rights, hosts or [EVERY], types or [EVERY], length, reason
             )
-
-    def revoke_token(self, name: str, by: str, reason: str) -> None:
-        """Revoke a token. Raises Missing."""
-        with acting(by), _known():
-            tokens.revoke(self._settings, name, reason)
 
     def stopped_handlers(self) -> list[brakes.BrakedHandler]:
         """Read the handlers that the brake has stopped."""
@@ -472,7 +419,7 @@ class GroupView:
         self, selection: DeadLetterSelection, limit: int = PAGE, before: int | None = None
     ) -> Page[DeadTransaction]:
         """List dead transactions and dead messages of queues, newest first. Raises Missing for another queue."""
-        with reading(), _known(), reach_target(self._settings) as target:
+        with reading(), reach_target(self._settings) as target:
             wanted = printed(self._settings, target, selection)
             rows = dead_letter_selection.listed(
                 target, self.name, wanted, limit + 1, DeadTransaction, before=before
@@ -535,7 +482,7 @@ class GroupView:
 
     def find_dead(self, selection: DeadLetterSelection) -> FoundDeadLetters:
         """Find the dead transactions that an action would concern. Raises Missing for another queue."""
-        with reading(), _known(), reach_target(self._settings) as target:
+        with reading(), reach_target(self._settings) as target:
             wanted = printed(self._settings, target, selection)
             return DeadLetters(self._settings, target).find(wanted)
 
@@ -544,7 +491,7 @@ class GroupView:
 
         Raises Missing for another queue.
         """
-        with acting(by), _known(), reach_target(self._settings) as target:
+        with acting(by), reach_target(self._settings) as target:
             dead = DeadLetters(self._settings, target)
             found = dead.find(printed(self._settings, target, selection))
             warnings = dead.warnings(found)
@@ -555,7 +502,7 @@ class GroupView:
 
     def discard(self, selection: DeadLetterSelection, by: str, reason: str) -> int:
         """Discard dead transactions; return how many. Raises Missing for another queue."""
-        with acting(by), _known(), reach_target(self._settings) as target:
+        with acting(by), reach_target(self._settings) as target:
             dead = DeadLetters(self._settings, target)
             found = dead.find(printed(self._settings, target, selection))
             return dead.discard(found, reason)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal, TypeVar
-from uuid import UUID
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -14,8 +13,10 @@ from pydantic import (
     Field,
     StringConstraints,
     ValidationError,
+    create_model,
 )
 
+from relay.admin.acts import Act
 from relay.admin.status import Status
 from relay.console.group import MOST, PAGE
 from relay.faults import ConfigurationError
@@ -151,10 +152,24 @@ class DeferredQuery(DeferredFilter):
     after: int = 0
 
 
-class Act(Model):
+class Reasoned(Model):
     """An action, and its reason, which is stored with it."""
 
     reason: ReasonText
+
+
+def body_of(act: Act) -> type[Reasoned]:
+    """Return what the route of an act takes."""
+    if not act.parameters:
+        return Reasoned
+    members: dict[str, Any] = {}
+    for each in act.parameters:
+        kind, given = get_args(each.annotation)
+        default = ... if each.default is each.empty else each.default
+        described = Field(default, description=given.help, examples=list(given.examples) or None)
+        members[each.name] = (Text if kind is str else kind, described)
+    name = f"{act.subject.name} {act.name} act".title().replace(" ", "")
+    return create_model(name, __base__=Reasoned, __doc__=act.does, **members)
 
 
 class QueueAnswer(Model):
@@ -178,13 +193,7 @@ class ScheduleAnswer(Model):
     next: list[datetime]
 
 
-class EventAnswer(Model):
-    """The event that was published."""
-
-    event_id: UUID
-
-
-class TokenAct(Act):
+class TokenAct(Reasoned):
     """A new token of the HTTP API."""
 
     name: Text
@@ -200,7 +209,7 @@ class NewToken(BaseModel):
     token: str
 
 
-class QueueReplayAct(Act):
+class QueueReplayAct(Reasoned):
     """Which dead letters of a queue are enqueued again: all, or those with some ids."""
 
     ids: list[int] = []
@@ -232,7 +241,7 @@ class MessageFilter(Model):
         return MessageSelection(**self.model_dump())
 
 
-class MessagesAct(Act):
+class MessagesAct(Reasoned):
     """An action on messages of a queue, which needs a condition."""
 
     filter: MessageFilter
@@ -244,20 +253,14 @@ class MoveMessagesAct(MessagesAct):
     to: Moment | None = Field(None, description="The new time; null: now.")
 
 
-class EndpointAct(Act):
-    """An action on an endpoint, given by its id or its URL."""
-
-    endpoint: Text = Field(examples=["6b1f0c9a2d3e4f50", "https://hooks.example/events"])
-
-
-class SeekAct(Act):
+class SeekAct(Reasoned):
     """A seek of a sink, to a c_offset, a time, beginning or end."""
 
     to: Text = Field(examples=["2026-03-01T12:00", "beginning", "end", "4711"])
     dry_run: bool = Field(False, description="Only report what the action would do.")
 
 
-class ResendAct(Act):
+class ResendAct(Reasoned):
     """Which events a sink gets again: those with some ids, or without ids those that meet every condition."""
 
     ids: list[Text] = []
@@ -270,50 +273,31 @@ class OffsetsSeekAct(SeekAct):
     partition: int | None = None
 
 
-class RebuildAct(Act):
+class RebuildAct(Reasoned):
     """A rebuild from a position on: deliver everything to a sink again, or fill a queue again."""
 
     from_: Text = Field("beginning", alias="from")
     dry_run: bool = Field(False, description="Only report what the action would do.")
 
 
-class DeadLettersAct(Act):
+class DeadLettersAct(Reasoned):
     """An action on dead transactions; an empty filter needs `all`."""
 
     filter: DeadLetterFilter = DeadLetterFilter()
     all: bool = False
 
 
-class DeferredAct(Act):
+class DeferredAct(Reasoned):
     """An action on deferred transactions; an empty filter needs `all`."""
 
     filter: DeferredFilter = DeferredFilter()
     all: bool = False
 
 
-class EditAct(Act):
+class EditAct(Reasoned):
     """A new payload, as JSON text, so that numbers keep every digit."""
 
     payload: Annotated[str, StringConstraints(max_length=1_000_000)]
-
-
-class Changed(BaseModel):
-    """Whether the action changed anything."""
-
-    changed: bool
-
-
-class Count(BaseModel):
-    """How many transactions the action concerned."""
-
-    transactions: int
-    warnings: list[str] = []
-
-
-class MessageCount(BaseModel):
-    """How many messages of a queue the action concerned."""
-
-    messages: int
 
 
 class QueueRebuild(BaseModel):

@@ -5,6 +5,7 @@ They render what a `GroupView` reads, or run the action of a form and report the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -12,8 +13,11 @@ from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import RedirectResponse, Response
 
+from relay.admin.acts import Act, Missing
+from relay.admin.phrases import counted, dead_are, replayed_to
 from relay.console.charts import chart
 from relay.console.forms import (
+    ActDep,
     FormDep,
     GroupDep,
     SubmissionDep,
@@ -23,7 +27,7 @@ from relay.console.forms import (
     require_action,
     search_of,
 )
-from relay.console.group import HISTORY_HOURS, PAGE, Missing
+from relay.console.group import HISTORY_HOURS, PAGE, GroupView
 from relay.console.models import (
     DeadLetterFilter,
     DeferredFilter,
@@ -34,7 +38,6 @@ from relay.console.models import (
 from relay.console.security import COOKIE, SESSION_SECONDS, Guard
 from relay.console.views import address
 from relay.faults import ConfigurationError
-from relay.observe.phrases import counted, dead_are, pausing, replayed_to
 from relay.source.outbox.search import SCANNED, EventSearch
 from relay.store import states
 from relay.store.api_tokens import RIGHTS
@@ -99,6 +102,8 @@ _SINK_ACTIONS = 10
 _PATTERNS = 5
 """How many hosts and event types of a token are shown."""
 _HOURS = (0.25, 1.0, HISTORY_HOURS)
+_OWN_PAGES = ("sink", "queue", "schedule")
+"""What has a page of its own beside that of the list."""
 _OFTEN, _RARELY = 5, 15
 """Seconds between two refreshes of a page."""
 
@@ -192,51 +197,24 @@ def sink_seek(
     )
 
 
-@router.get("/groups/{group}/sink/drop")
-def sink_drop(request: Request, views: ViewsDep, group: GroupDep, name: str) -> Response:
-    """Ask for confirmation before a sink is forgotten."""
-    return views.page(request, "confirm_drop.html", sink=group.sink(name))
+@router.post("/groups/{group}/sink/seek")
+def sink_moved(request: Request, views: ViewsDep, sent: SubmissionDep) -> Response:
+    """Move a sink to another position."""
+    name, to = sent.fields.get("name", ""), sent.fields.get("to", "")
+    rebuild = sent.fields.get("rebuild") == "true"
+    where = sent.group.seek_sink(name, to, rebuild, sent.operator, sent.reason)
+    return views.done(
+        request, address(sent.group.name, "sink", name=name), f"Sink {name} goes on {where}."
+    )
 
 
-@router.post("/groups/{group}/sink/{action}")
-def sink_action(request: Request, views: ViewsDep, sent: SubmissionDep, action: str) -> Response:
-    """Pause, resume, seek or forget a sink, have it get an event again, or disable, pause or enable an endpoint."""
-    name, reason = sent.fields.get("name", ""), sent.reason
-    to = address(sent.group.name, "sink", name=name)
-    match action:
-        case "pause":
-            text = f"Sink {name} {pausing(True, sent.group.pause(name, sent.operator, reason))}."
-        case "resume":
-            text = f"Sink {name} {pausing(False, sent.group.resume(name, sent.operator, reason))}."
-        case "seek":
-            rebuild = sent.fields.get("rebuild") == "true"
-            where = sent.group.seek_sink(
-                name, sent.fields.get("to", ""), rebuild, sent.operator, reason
-            )
-            text = f"Sink {name} goes on {where}."
-        case "resend":
-            event_id = sent.fields.get("event", "")
-            sent.group.resend(name, [event_id], EventSearch(), sent.operator, reason)
-            text = f"The event is delivered to sink {name} again."
-            to = address(sent.group.name, "event", id=event_id)
-        case "enable":
-            endpoint = sent.fields.get("endpoint", "")
-            changed = sent.group.enable_endpoint(name, endpoint, sent.operator, reason)
-            text = f"Endpoint {endpoint} is enabled." if changed else "It was enabled already."
-        case "disable" | "hold":
-            endpoint, waits = sent.fields.get("endpoint", ""), action == "hold"
-            changed = sent.group.disable_endpoint(
-                name, endpoint, sent.operator, reason, waits=waits
-            )
-            state = "paused" if waits else "disabled"
-            text = f"The endpoint is {state}." if changed else f"It was {state} already."
-        case "drop":
-            forgotten = sent.group.drop_sink(name, sent.operator, reason)
-            text = f"Sink {name} is forgotten, with {forgotten} deferred transactions."
-            to = address(sent.group.name, "sinks")
-        case _:
-            raise HTTPException(404, f"there is no action {action!r} here")
-    return views.done(request, to, text)
+@router.post("/groups/{group}/sink/resend")
+def sink_resend(request: Request, views: ViewsDep, sent: SubmissionDep) -> Response:
+    """Have a sink get an event again."""
+    name, event_id = sent.fields.get("name", ""), sent.fields.get("event", "")
+    sent.group.resend(name, [event_id], EventSearch(), sent.operator, sent.reason)
+    text = f"The event is delivered to sink {name} again."
+    return views.done(request, address(sent.group.name, "event", id=event_id), text)
 
 
 @router.get("/groups/{group}/event")
@@ -321,29 +299,30 @@ def queue_rebuild_confirmation(
     )
 
 
-@router.post("/groups/{group}/queue/{action}")
-def queue_action(request: Request, views: ViewsDep, sent: SubmissionDep, action: str) -> Response:
-    """Pause, resume or rebuild a queue, or let messages of it run, or cancel them."""
-    require_action(action, "pause", "resume", "rebuild", "run", "cancel")
+@router.post("/groups/{group}/queue/rebuild")
+def queue_rebuilt(request: Request, views: ViewsDep, sent: SubmissionDep) -> Response:
+    """Let relay fill a queue again."""
+    name, start = sent.fields.get("name", ""), sent.fields.get("start", "")
+    begins = sent.group.rebuild_queue(name, start, sent.operator, sent.reason)
+    text = f"Queue {name} is filled again, beginning {begins}."
+    return views.done(request, address(sent.group.name, "queue", name=name), text)
+
+
+@router.post("/groups/{group}/queue/run")
+@router.post("/groups/{group}/queue/cancel")
+def messages_action(request: Request, views: ViewsDep, sent: SubmissionDep) -> Response:
+    """Let messages of a queue run, or cancel them."""
     name, operator, reason = sent.fields.get("name", ""), sent.operator, sent.reason
-    if action in ("run", "cancel"):
-        names = ("id", "event_type", "key", "error")
-        given = {each: sent.fields[each].strip() or None for each in names if each in sent.fields}
-        states = [sent.fields["state"]] if sent.fields.get("state") else None
-        wanted = filter_of(MessageFilter, {**given, "states": states}).selection()
-        if action == "run":
-            changed = sent.group.move_messages(name, wanted, None, operator, reason)
-            text = f"{counted(changed, 'message', 'messages')} can be taken now."
-        else:
-            changed = sent.group.cancel_messages(name, wanted, operator, reason)
-            text = f"{counted(changed, 'message', 'messages')} cancelled."
-    elif action == "rebuild":
-        begins = sent.group.rebuild_queue(name, sent.fields.get("start", ""), operator, reason)
-        text = f"Queue {name} is filled again, beginning {begins}."
+    names = ("id", "event_type", "key", "error")
+    given = {each: sent.fields[each].strip() or None for each in names if each in sent.fields}
+    states = [sent.fields["state"]] if sent.fields.get("state") else None
+    wanted = filter_of(MessageFilter, {**given, "states": states}).selection()
+    if request.url.path.endswith("/run"):
+        changed = sent.group.move_messages(name, wanted, None, operator, reason)
+        text = f"{counted(changed, 'message', 'messages')} can be taken now."
     else:
-        paused = action == "pause"
-        changed = sent.group.pause_queue(name, paused, operator, reason)
-        text = f"Queue {name} {pausing(paused, changed)}."
+        changed = sent.group.cancel_messages(name, wanted, operator, reason)
+        text = f"{counted(changed, 'message', 'messages')} cancelled."
     return views.done(request, address(sent.group.name, "queue", name=name), text)
 
 
@@ -376,22 +355,6 @@ def schedule(request: Request, views: ViewsDep, group: GroupDep, name: str) -> R
     return views.page(request, "schedule.html", refresh=_OFTEN, old=old)
 
 
-@router.post("/groups/{group}/schedule/{action}")
-def schedule_action(
-    request: Request, views: ViewsDep, sent: SubmissionDep, action: str
-) -> Response:
-    """Pause or resume a schedule, or publish its event now."""
-    require_action(action, "pause", "resume", "run-now")
-    name, operator, reason = sent.fields.get("name", ""), sent.operator, sent.reason
-    if action == "run-now":
-        text = f"Event {sent.group.run_schedule(name, operator, reason)} is published."
-    else:
-        paused = action == "pause"
-        changed = sent.group.pause_schedule(name, paused, operator, reason)
-        text = f"Schedule {name} {pausing(paused, changed)}."
-    return views.done(request, address(sent.group.name, "schedule", name=name), text)
-
-
 @router.get("/groups/{group}/tokens")
 def tokens(
     request: Request,
@@ -418,21 +381,10 @@ def tokens(
     )
 
 
-@router.get("/groups/{group}/token/revoke")
-def token_revocation(request: Request, views: ViewsDep, group: GroupDep, name: str) -> Response:
-    """Ask for confirmation before a token is revoked."""
-    return views.page(request, "confirm_revoke.html", name=name)
-
-
-@router.post("/groups/{group}/token/{action}")
-def token_action(request: Request, views: ViewsDep, sent: SubmissionDep, action: str) -> Response:
-    """Revoke a token, or create one: the page of the answer is the only one that shows it."""
-    require_action(action, "create", "revoke")
+@router.post("/groups/{group}/token/create")
+def token_creation(request: Request, views: ViewsDep, sent: SubmissionDep) -> Response:
+    """Create a token: the page of the answer is the only one that shows it."""
     name = sent.fields.get("name", "").strip()
-    if action == "revoke":
-        sent.group.revoke_token(name, sent.operator, sent.reason)
-        text = f"Token {name} is revoked."
-        return views.done(request, address(sent.group.name, "tokens"), text)
     token = sent.group.create_token(
         name,
         [each for each in RIGHTS if f"right-{each}" in sent.fields],
@@ -660,6 +612,50 @@ def overview(
         all_hours=_HOURS,
         refresh=_RARELY,
     )
+
+
+@router.get("/groups/{group}/{subject}/{action}")
+def act_confirmation(
+    request: Request, views: ViewsDep, group: GroupDep, act: ActDep, name: str
+) -> Response:
+    """Show what an act would do, and ask for confirmation."""
+    given = _given(act, request.query_params)
+    effect = group.rehearse(act, name, given)
+    return views.page(
+        *(request, "confirm_act.html"),
+        act=act,
+        name=name,
+        given=given,
+        effect=effect,
+        back=_page_of(group, act, name),
+    )
+
+
+@router.post("/groups/{group}/{subject}/{action}")
+def act(request: Request, views: ViewsDep, sent: SubmissionDep, act: ActDep) -> Response:
+    """Do an act."""
+    name = sent.fields.get("name", "")
+    given = _given(act, sent.fields)
+    done = sent.group.act(act, name, given, sent.operator, sent.reason)
+    said = done.said.splitlines()[0]
+    to = _page_of(sent.group, act, name, is_there=not act.removes)
+    return views.done(request, to, f"{said[0].upper()}{said[1:]}.")
+
+
+def _given(act: Act, fields: Mapping[str, str]) -> dict[str, Any]:
+    """Return what the fields of a form give to an act. Raises ConfigurationError."""
+    given = {each.name: fields.get(each.name, "").strip() for each in act.parameters}
+    for name, value in given.items():
+        if not value:
+            raise ConfigurationError(f"{name}: is required")
+    return given
+
+
+def _page_of(group: GroupView, act: Act, name: str, is_there: bool = True) -> str:
+    """Return the URL of the page of what an act is on; that of the list where it has none of its own."""
+    if is_there and act.of in _OWN_PAGES:
+        return address(group.name, act.of, name=name)
+    return address(group.name, f"{act.of}s")
 
 
 def _transactions(count: int) -> str:

@@ -13,10 +13,11 @@ from markupsafe import Markup, escape
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from relay import __version__
+from relay.admin import acts
+from relay.admin.phrases import counted, duration, recently
 from relay.console.charts import HEIGHT, WIDTH, amount
 from relay.console.group import Kept
 from relay.console.security import Guard
-from relay.observe.phrases import counted, duration, recently
 
 _FLASH = "relay_flash"
 """Name of the cookie with the message about the last action."""
@@ -63,6 +64,7 @@ class Views:
         }
         self._templates.globals |= {
             "address": address,
+            "acts": acts.declared(),
             "sections": SECTIONS,
             "version": __version__,
             "chart_width": WIDTH,

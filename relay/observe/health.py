@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
+from relay.admin.phrases import counted, moment
 from relay.admin.status import Status
-from relay.observe.phrases import counted, moment
 from relay.observe.troubles import standstills
 from relay.source.stream.slot import SlotState
 

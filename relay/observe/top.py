@@ -17,9 +17,9 @@ from typing import Self
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from relay.admin.phrases import duration, moment, printable
 from relay.admin.status import SOURCE, TARGET, Status, Watch
 from relay.config.settings import Settings
-from relay.observe.phrases import duration, moment, printable
 from relay.source.outbox.unread import Backlog
 from relay.source.stream.slot import SlotState
 from relay.store.positions.sinks import StoredSink

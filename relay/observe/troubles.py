@@ -12,9 +12,9 @@ from enum import StrEnum
 from shlex import quote
 from typing import Any
 
+from relay.admin.phrases import counted, duration
 from relay.admin.readers import other_history
 from relay.admin.status import SOURCE, TARGET, Status
-from relay.observe.phrases import counted, duration
 from relay.source.stream.slot import SlotState
 from relay.store.positions.sinks import StoredSink
 

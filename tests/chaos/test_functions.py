@@ -349,9 +349,9 @@ def test_pauses_and_changes_of_the_configuration_repeat_nothing(
     def operate(chance: random.Random, handler: dict[str, Any]) -> None:
         change(chance, handler)
         if outbox.column("select 1 from relay.sinks") and chance.random() < 0.5:
-            sinks.set_paused(settings, "mail", True, "at random")
+            sinks.pause(settings, "mail", "at random")
             time.sleep(chance.random())
-            sinks.set_paused(settings, "mail", False, None)
+            sinks.resume(settings, "mail")
 
     chance = random.Random(f"operated {mode}")
     disturb_effects(outbox, tmp_path, parts, chance, 20, operate)

@@ -121,7 +121,7 @@ def test_a_browser_gets_each_event_once_through_a_connection_that_is_cut(outbox:
             assert len(heads) >= 6
             assert all(b"last-event-id: " in each for each in heads[1:])
             # It gives up where it may not read any more.
-            tokens.revoke(settings, "browser", None)
+            tokens.revoke(settings, "browser")
             wait_until(lambda: browser.script("return window.source.readyState;") == 2)
 
 

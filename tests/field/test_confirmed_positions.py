@@ -490,11 +490,11 @@ class History:
 
     def pause(self) -> None:
         if self.outbox.column("select 1 from relay.sinks"):
-            sinks.set_paused(self.settings, "hook", True, None)
+            sinks.pause(self.settings, "hook")
 
     def resume(self) -> None:
         if self.outbox.column("select 1 from relay.sinks"):
-            sinks.set_paused(self.settings, "hook", False, None)
+            sinks.resume(self.settings, "hook")
 
     def fail(self) -> None:
         self.webhook.answers = lambda headers, body: Answer(503)

@@ -457,9 +457,9 @@ def test_the_commands_work_through_pgbouncer(outbox: Outbox) -> None:
         for _ in range(8):
             assert [each.name for each in admin.listed(settings)] == ["often"]
             assert len(admin.upcoming(settings, "often", 3)[1]) == 3
-            assert admin.pause(settings, "often", True, "rest")
-            assert admin.pause(settings, "often", False, None)
-            admin.run_now(settings, "often", None)
+            assert admin.pause(settings, "often", "rest").changed
+            assert admin.resume(settings, "often").changed
+            admin.run_now(settings, "often")
         turn(outbox, settings)
         # Nothing is left in the sessions, which others use, too.
         with psycopg.connect(dsn, autocommit=True) as other:

@@ -22,7 +22,7 @@ import pytest
 
 from relay.admin import resend
 from relay.admin.dead_letters import DeadLetters
-from relay.admin.endpoints import set_disabled
+from relay.admin.endpoints import disable, enable, pause
 from relay.admin.endpoints import test as sent_for_test
 from relay.config.settings import Settings
 from relay.source.outbox.search import EventSearch
@@ -257,7 +257,7 @@ def test_one_that_is_disabled_is_disabled_alone_by_its_id(outbox: Outbox, tenant
     tenants.add("a", 1)
     tenants.add("b", 1)
     settings = tenants.settings()
-    set_disabled(settings, "hook", "b", True, "abuse")
+    disable(settings, "hook", "abuse", endpoint="b")
     publish(outbox, 1, "order.placed")
     # Another URL is the same endpoint.
     outbox.conn.execute(
@@ -266,21 +266,21 @@ def test_one_that_is_disabled_is_disabled_alone_by_its_id(outbox: Outbox, tenant
     outbox.drain(settings)
     assert tenants.got("a") == ["order.placed"]
     assert dead(outbox) == [("b", "order.placed")]
-    assert set_disabled(settings, "hook", "b", False, None) is not None
+    assert enable(settings, "hook", endpoint="b").changed
 
 
 def test_what_comes_for_a_paused_one_waits(outbox: Outbox, tenants: Tenants) -> None:
     tenants.add("a", 1)
     tenants.add("b", 1)
     settings = tenants.settings()
-    assert set_disabled(settings, "hook", "b", True, "maintenance", waits=True) is not None
-    assert set_disabled(settings, "hook", "b", True, None, waits=True) is None
+    assert pause(settings, "hook", "maintenance", endpoint="b").changed
+    assert not pause(settings, "hook", endpoint="b").changed
     with relaying(settings):
         publish(outbox, 1, "order.placed", "order.paid")
         wait_until(lambda: deferred(outbox) == {"b": 2})
         wait_until(lambda: len(tenants.got("a")) == 2)
         assert not tenants.asked("b")
-        assert set_disabled(settings, "hook", "b", False, None) is not None
+        assert enable(settings, "hook", endpoint="b").changed
         wait_until(lambda: tenants.got("b") == ["order.placed", "order.paid"])
     assert not dead(outbox)
 

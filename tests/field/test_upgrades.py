@@ -341,7 +341,7 @@ def test_positions_of_sinks_are_migrated_while_publishers_go_on(outbox: Outbox) 
         before = len(webhook.accepted)
         with relaying(settings):
             outbox.wait_delivered("hook")
-            admin_sinks.set_paused(settings, "other", False, None)
+            admin_sinks.resume(settings, "other")
             outbox.wait_delivered("other")
         published = outbox.value("select count(*) from outbox_message_t")
         # What was done, and what comes before the position in the difference, is not delivered again.

@@ -333,7 +333,7 @@ def test_the_streams_of_a_revoked_token_end(
         Source(address, token).ready() as source,
         Source(address, new_token(settings, "other")).ready() as other,
     ):
-        tokens.revoke(settings, "reader", None)
+        tokens.revoke(settings, "reader")
         source.until_the_end()
         with Source(address, token, source.last) as again:
             assert again.status == 401
@@ -400,7 +400,7 @@ def test_what_the_api_counts_is_in_a_scrape(
                 second.take(3)
                 assert value("events_sent_total") == 6
                 assert value("published_total") == 1
-                tokens.revoke(observed, "one", None)
+                tokens.revoke(observed, "one")
                 first.until_the_end()
                 wait_until(lambda: value("streams_cut_total", reason="revoked") == 1)
                 assert value("streams") == 1

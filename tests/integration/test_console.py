@@ -335,7 +335,7 @@ def test_endpoints_that_data_choose_are_disabled_and_enabled(outbox: Outbox) -> 
     with served(settings) as address:
         api, visitor = Program(address), Visitor(address)
         assert api.get("/sinks/hook/endpoints") == []
-        visitor.send(f"{G}/sink/disable", name="hook", endpoint=url, reason="abuse")
+        visitor.send(f"{G}/endpoint/disable", name="hook", endpoint=url, reason="abuse")
         (row,) = api.get("/sinks/hook/endpoints")
         assert (row["address"], row["disabled_by"]) == (
             "http://hooks.example",
@@ -351,9 +351,9 @@ def test_endpoints_that_data_choose_are_disabled_and_enabled(outbox: Outbox) -> 
         assert api.post("/sinks/hook/endpoints/disable", **again) == {"changed": True}
         assert api.post("/sinks/hook/endpoints/hold", **again) == {"changed": True}
         assert "paused" in visitor.page(f"{G}/sink?name=hook")
-        visitor.send(f"{G}/sink/enable", name="hook", endpoint=row["endpoint"], reason="y")
+        visitor.send(f"{G}/endpoint/enable", name="hook", endpoint=row["endpoint"], reason="y")
         assert api.get("/sinks/hook/endpoints")[0]["disabled_at"] is None
-        visitor.send(f"{G}/sink/hold", name="hook", endpoint=row["endpoint"], reason="z")
+        visitor.send(f"{G}/endpoint/pause", name="hook", endpoint=row["endpoint"], reason="z")
         assert api.get("/sinks/hook/endpoints")[0]["waits"]
     assert [action for _, action, _, _ in acted(outbox)] == [
         *("endpoint disable", "endpoint enable", "endpoint disable", "endpoint pause"),
@@ -468,7 +468,7 @@ def test_schedules(outbox: Outbox) -> None:
         done = visitor.send(f"{G}/schedule/run-now", name=name, reason="now")
         found = outbox.column("select id::text from outbox_message_t order by c_offset")
         assert published == found[0]
-        assert f"Event {found[1]} is published." in done.text
+        assert f"Published event {found[1]}." in done.text
         assert "schedule a has no next time: minute: &#39;61&#39;" in visitor.page(G + "/")
         # Without a reason, and without the token of the session's forms, nothing is done.
         assert visitor.send(f"{G}/schedule/run-now", name=name).status_code == 409
@@ -645,8 +645,8 @@ def test_a_forgotten_sink_is_dropped(outbox: Outbox) -> None:
     with_hook(outbox, "http://127.0.0.1:9")
     with served(outbox.settings(observe=console_of())) as address:
         visitor = Visitor(address)
-        assert "Forget sink hook?" in visitor.page(f"{G}/sink/drop?name=hook")
-        assert "is forgotten" in visitor.send(f"{G}/sink/drop", name="hook", reason="no use").text
+        assert "Drop sink hook?" in visitor.page(f"{G}/sink/drop?name=hook")
+        assert "is dropped" in visitor.send(f"{G}/sink/drop", name="hook", reason="no use").text
     assert acted(outbox) == [("hook", "sink drop", "no use", "anna")]
 
 

@@ -666,7 +666,7 @@ def test_what_nobody_tries_now_is_reported(outbox: Outbox, tmp_path: Path) -> No
     later = Deferral({"a"}, after=3_600)
     defer(outbox.conn, later, sink="hook")
     defer(outbox.conn, later, later, sink="gone")
-    sinks.set_paused(settings, "hook", True, None)
+    sinks.pause(settings, "hook")
     output = command(config, "deferred", "run", "--all", "--yes")
     assert "3 transactions are due" in output
     assert (

@@ -14,7 +14,7 @@ import pytest
 
 from relay.admin.check import examine
 from relay.admin.dead_letters import DeadLetters
-from relay.admin.endpoints import listed, set_disabled
+from relay.admin.endpoints import disable, enable, listed
 from relay.admin.findings import Severity
 from relay.config.settings import Settings
 from relay.delivery import checkpoint
@@ -263,9 +263,8 @@ def test_an_endpoint_that_is_gone_is_disabled_until_somebody_enables_it(
         assert "is disabled since" in dead(outbox)[-1]
         assert not of_tenant(webhook, 1)
         (disabled,) = listed(settings)
-        changed = set_disabled(settings, "hook", disabled.endpoint, False, "repaired")
-        assert changed is not None
-        assert set_disabled(settings, "hook", disabled.endpoint, False, "repaired") is None
+        assert enable(settings, "hook", "repaired", endpoint=disabled.endpoint).changed
+        assert not enable(settings, "hook", "repaired", endpoint=disabled.endpoint).changed
         time.sleep(FRESH_SECONDS)
         # A replay follows: what it brings must not be dead letters again.
         outbox.publish(host(1), event(5))
@@ -282,15 +281,15 @@ def test_an_operator_disables_an_endpoint_by_its_url(outbox: Outbox, webhook: We
     with relaying(settings):
         outbox.publish(host(1), event(1))
         outbox.wait_delivered("hook")
-        set_disabled(settings, "hook", f"{webhook.url}/a?key=secret", True, "abuse")
+        disable(settings, "hook", "abuse", endpoint=f"{webhook.url}/a?key=secret")
         publish_until(outbox, lambda: bool(dead(outbox)))
     assert "abuse" in dead(outbox)[0]
     (disabled,) = listed(settings, "hook")
     assert (disabled.state, disabled.address) == ("disabled", webhook.url.removesuffix("/events"))
     with pytest.raises(ConfigurationError, match="has no endpoint"):
-        set_disabled(settings, "hook", "0" * 16, False, None)
+        enable(settings, "hook", endpoint="0" * 16)
     with pytest.raises(ConfigurationError, match="neither an id"):
-        set_disabled(settings, "hook", "nonsense", True, None)
+        disable(settings, "hook", endpoint="nonsense")
     with pytest.raises(ConfigurationError, match=r"such sinks: hook"):
         listed(settings, "projection")
 

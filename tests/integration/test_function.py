@@ -521,14 +521,14 @@ def test_operators_pause_seek_and_count_it_like_every_sink(outbox: Outbox, seen:
     with relaying(settings):
         outbox.publish(host(1), event(1))
         wait_until(lambda: seen.amounts == [1])
-        assert sinks.set_paused(settings, "mail", True, "maintenance")
+        assert sinks.pause(settings, "mail", "maintenance").changed
         time.sleep(1.2)
         outbox.publish(host(1), event(2))
         outbox.wait_drained()
         (listed,) = sinks.listed(settings)
         assert (listed.state, listed.destination) == ("paused", "function")
         assert seen.amounts == [1]
-        sinks.set_paused(settings, "mail", False, None)
+        sinks.resume(settings, "mail")
         wait_until(lambda: seen.amounts == [1, 2])
         sinks.seek(
             settings, "mail", sinks.plan_seek(settings, "mail", "beginning").goal, True, None

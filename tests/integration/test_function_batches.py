@@ -319,13 +319,13 @@ def test_operators_pause_and_seek_batches(outbox: Outbox, seen: Seen) -> None:
     with relaying(settings):
         outbox.publish(host(1), event(1))
         wait_until(lambda: seen.done == [1])
-        assert sinks.set_paused(settings, "mail", True, "maintenance")
+        assert sinks.pause(settings, "mail", "maintenance").changed
         time.sleep(1.2)
         outbox.publish(host(1), event(2))
         outbox.publish(host(2), event(3))
         outbox.wait_drained()
         assert seen.done == [1]
-        sinks.set_paused(settings, "mail", False, None)
+        sinks.resume(settings, "mail")
         wait_until(lambda: sorted(seen.done) == [1, 2, 3])
         sinks.seek(
             settings, "mail", sinks.plan_seek(settings, "mail", "beginning").goal, True, None

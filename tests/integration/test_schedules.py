@@ -303,9 +303,9 @@ def test_nothing_is_done_that_cannot_be_recorded(outbox: Outbox) -> None:
     declared(outbox, every="1 h")
     nowhere = outbox.settings(target={"dsn": "host=127.0.0.1 port=1 dbname=none"})
     with pytest.raises(Unreachable):
-        admin.pause(nowhere, "nightly", True, None)
+        admin.pause(nowhere, "nightly")
     with pytest.raises(Unreachable):
-        admin.run_now(nowhere, "nightly", None)
+        admin.run_now(nowhere, "nightly")
     assert outbox.column("select paused_at from relay.schedules") == [None]
     assert published(outbox) == []
 

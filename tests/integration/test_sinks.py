@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from relay.admin import sinks, status
+from relay.admin.acts import Count
 from relay.admin.check import require
 from relay.admin.offsets import plan_seek, seek
 from relay.cli.app import app
@@ -369,8 +370,8 @@ def test_a_paused_sink_keeps_its_position_and_costs_nothing(
     with relaying(settings):
         outbox.publish(host(1), event(1))
         wait_until(lambda: len(paused.accepted) == len(other.accepted) == 1)
-        assert sinks.set_paused(settings, "hook0", True, "maintenance")
-        assert not sinks.set_paused(settings, "hook0", True, None)
+        assert sinks.pause(settings, "hook0", "maintenance").changed
+        assert not sinks.pause(settings, "hook0").changed
         wait_until(lambda: outbox.value("select paused_at from relay.sinks where sink = 'hook0'"))
         time.sleep(1.2)
         for number in range(20):
@@ -387,7 +388,7 @@ def test_a_paused_sink_keeps_its_position_and_costs_nothing(
         assert (stored["paused_by"], stored["reason"]) == (found["hook0"].paused_by, "maintenance")
         assert found["hook0"].why == f"by {Role.RELAY}: maintenance"
     with relaying(settings):
-        assert sinks.set_paused(settings, "hook0", False, "done")
+        assert sinks.resume(settings, "hook0", "done").changed
         wait_until(lambda: len(paused.accepted) == 21)
     assert set(paused.ids().values()) == {1}
     assert outbox.column("select action from relay.actions order by id") == [
@@ -445,7 +446,7 @@ def test_a_change_to_mode_wal_is_refused_while_a_sink_is_not_attached(
         wait_until(lambda: state(outbox) == "attached")
     only_wal = outbox.settings(**posting(webhooks[0]), source=reading(outbox, "wal"))
     require(only_wal)
-    sinks.set_paused(settings, "hook0", True, None)
+    sinks.pause(settings, "hook0")
     outbox.conn.execute("update relay.sink_claims set state = %s", (stored,))
     require(settings)
     why = "hook0: is not attached to the stream, and only the outbox has the events"
@@ -559,13 +560,13 @@ def test_a_sink_that_is_gone_is_noticed_and_goes_on_when_it_is_back(
     found = {each.name: each.state for each in sinks.listed(settings)}
     assert found["hook1"] == "not configured"
     with pytest.raises(ConfigurationError, match="is configured"):
-        sinks.drop(settings, "hook0", None)
+        sinks.drop(settings, "hook0")
     with relaying(outbox.settings(**with_both), accept_configuration=True):
         wait_until(lambda: len(webhooks[1].accepted) == 2)
         # It would begin again at its `start`, and what it has not delivered yet would be forgotten.
         with pytest.raises(ConfigurationError, match="runs with a configuration that still has"):
-            sinks.drop(settings, "hook1", None)
-    assert sinks.drop(settings, "hook1", "no longer wanted") == 0
+            sinks.drop(settings, "hook1")
+    assert sinks.drop(settings, "hook1", "no longer wanted").answer == Count(0)
     assert [each.name for each in sinks.listed(settings)] == ["hook0"]
 
 
@@ -579,7 +580,7 @@ def test_a_paused_sink_tells_that_it_is_paused_whatever_fails(
     with relaying(settings):
         outbox.publish(host(1), event(1))
         wait_until(lambda: sinks.listed(settings)[0].why == "Undelivered: HTTP 503")
-        sinks.set_paused(settings, "hook0", True, None)
+        sinks.pause(settings, "hook0")
         (found,) = sinks.listed(settings)
         assert (found.why, found.fault) == (f"by {found.paused_by}", "Undelivered: HTTP 503")
         assert found.since == outbox.value("select paused_at from relay.sinks")
@@ -603,9 +604,9 @@ def test_sinks_that_move_with_the_group_are_noted(outbox: Outbox, webhooks: list
 def test_a_command_says_what_is_no_sink(outbox: Outbox, webhooks: list[Webhook]) -> None:
     settings = outbox.settings(**posting(webhooks[0]))
     with pytest.raises(ConfigurationError, match=r"handlers.hook0: the sink has not begun"):
-        sinks.set_paused(settings, "hook0", True, None)
+        sinks.pause(settings, "hook0")
     with pytest.raises(ConfigurationError, match=r"handlers.projection: is not a sink"):
-        sinks.set_paused(settings, "projection", True, None)
+        sinks.pause(settings, "projection")
     with relaying(settings):
         wait_until(lambda: state(outbox) == "attached")
     with pytest.raises(ConfigurationError) as refused:
@@ -812,8 +813,8 @@ def test_the_rights_that_are_granted_suffice_for_a_sink_and_its_operator(
             wait_until(
                 lambda: outbox.column("select sink from relay.dead_letter_queue") == ["hook0"]
             )
-            assert sinks.set_paused(settings, "hook0", True, "maintenance")
-            assert sinks.set_paused(settings, "hook0", False, None)
+            assert sinks.pause(settings, "hook0", "maintenance").changed
+            assert sinks.resume(settings, "hook0").changed
             move = sinks.plan_seek(settings, "hook0", "beginning")
             sinks.seek(settings, "hook0", move.goal, False, "once more")
             wait_until(lambda: len(webhook.accepted) == 2)

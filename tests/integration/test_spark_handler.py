@@ -16,7 +16,7 @@ import pyarrow.parquet
 import pytest
 
 from relay.admin.dead_letters import DeadLetters
-from relay.admin.sinks import listed, plan_seek, seek, set_paused
+from relay.admin.sinks import listed, pause, plan_seek, resume, seek
 from relay.config.settings import Settings
 from relay.runtime.parts import Condition
 from relay.spark.session import Session
@@ -294,7 +294,7 @@ def test_a_paused_sink_writes_nothing_until_it_is_resumed(
     settings = outbox.settings(**config)
     with relayed(outbox, "inline", session, **config):
         wait_until(lambda: bool(outbox.column("select 1 from relay.sinks")))
-        set_paused(settings, "lake", True, "maintenance")
+        pause(settings, "lake", "maintenance")
         wait_until(lambda: listed(settings)[0].state == "paused")
         outbox.publish(host(1), event(1))
         outbox.wait_drained()
@@ -302,7 +302,7 @@ def test_a_paused_sink_writes_nothing_until_it_is_resumed(
         (found,) = listed(settings)
         assert (found.state, found.unread) == ("paused", 1)
         assert not has_files(tmp_path / "lake")
-        set_paused(settings, "lake", False, None)
+        resume(settings, "lake")
         written_all(outbox)
     assert_each_once(outbox, tmp_path / "lake")
 

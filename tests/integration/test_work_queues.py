@@ -263,7 +263,7 @@ def test_what_a_handler_of_type_queue_needs_is_checked_and_not_dropped(outbox: O
     declare(outbox, match=None)
     assert not [each for each in warnings() if "queue" in each]
     with pytest.raises(ConfigurationError, match=r"handlers\.mail puts events into the queue mail"):
-        drop(settings, "mail", None)
+        drop(settings, "mail")
     assert outbox.column("select name from relay.queues") == ["mail"]
 
 

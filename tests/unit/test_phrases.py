@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from datetime import UTC, datetime
 
-from relay.observe.phrases import counted, duration, moment, with_events
+from relay.admin.phrases import counted, duration, moment, with_events
 from tests.process import ROOT
 
 

@@ -1,0 +1,57 @@
+"""What operators do is declared once: as a command, in the API and on pages it is the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from relay.admin import acts, queues, readers
+from relay.admin.acts import Missing
+from relay.cli.app import app
+from tests.console import Program, console_of, served
+from tests.outbox import Outbox
+
+
+def test_a_rehearsal_says_what_would_be_done_and_does_nothing(outbox: Outbox) -> None:
+    outbox.worker.execute("select relay.declare_queue('mail', null)")
+    outbox.worker.execute("select relay.enqueue('mail', '{}') from generate_series(1, 3)")
+    outbox.reader.execute("select relay.declare_reader('search')")
+    settings = outbox.settings()
+    assert queues.purge.rehearse(settings, "mail").startswith("3 messages are deleted")
+    assert "3 messages and 0 dead letters" in queues.drop.rehearse(settings, "mail")
+    assert readers.seek.rehearse(settings, "search", to="beginning")
+    assert readers.drop.rehearse(settings, "search")
+    assert outbox.value("select count(*) from relay.queue_items") == 3
+    assert outbox.value("select count(*) from relay.log_readers") == 1
+    assert outbox.value("select count(*) from relay.actions") == 0
+
+
+def test_an_act_looks_before_it_asks(outbox: Outbox, tmp_path: Path) -> None:
+    settings, config = outbox.settings(), str(outbox.config_file(tmp_path / "relay.yaml"))
+    for (subject, name), act in acts.declared().items():
+        given = {each.name: "now" for each in act.parameters}
+        if act.asks and subject != "sink":
+            with pytest.raises(Missing):
+                act.rehearse(settings, "other", **given)
+            words = [subject, name, "other", *(f"--{k}={v}" for k, v in given.items())]
+            said = CliRunner().invoke(app, [*words, "-c", config])
+            assert isinstance(said.exception, Missing), words
+            assert "?" not in said.output
+
+
+def test_the_api_has_every_act(outbox: Outbox) -> None:
+    outbox.worker.execute("select relay.declare_queue('mail', null)")
+    outbox.worker.execute("select relay.enqueue('mail', '{}') from generate_series(1, 3)")
+    outbox.reader.execute("select relay.declare_reader('search')")
+    with served(outbox.settings(observe=console_of())) as address:
+        api = Program(address)
+        assert api.post("/queues/mail/purge") == {"messages": 3}
+        assert api.post("/queues/mail/drop") == {"changed": True}
+        assert api.post("/readers/search/seek", to="beginning") == {"changed": True}
+        assert api.post("/readers/search/drop") == {"changed": True}
+        assert api.client.post("/readers/search/drop", json={"reason": "x"}).status_code == 404
+    assert outbox.column("select action from relay.actions order by id") == [
+        *("queue purge", "queue drop", "reader seek", "reader drop"),
+    ]
