@@ -33,6 +33,7 @@ from relay.client.messages import (
     LEASE,
     NOTE,
     RELEASE,
+    Ends,
     Lease,
     LeasedMessage,
     Message,
@@ -95,6 +96,8 @@ class Handling:
         if isinstance(error, NoHandler) and _age(message) < _NO_HANDLER_SECONDS:
             seconds = _GIVEN_BACK_SECONDS * random.uniform(0.5, 1)  # noqa: S311
             statement, parameters = RELEASE, parameters | {"seconds": seconds}
+        if isinstance(error, Ends) and error.__cause__ is not None:
+            error = error.__cause__
         known = isinstance(error, Drop | RetryLater)
         log.log(
             logging.INFO if known else logging.WARNING,
@@ -113,7 +116,7 @@ class Handling:
         self, message: Message, ending: tuple[Statement, str] | None, error: Exception
     ) -> tuple[Statement, str]:
         """Return what ends an attempt whose transaction was lost: as its handler had failed, or else with the error."""
-        if ending is None or ending[0] is COMPLETE:
+        if ending is None or ending[0] is COMPLETE or ending in message.endings:
             return self.ending(message, error)
         return ending
 
@@ -222,7 +225,7 @@ class Slot:
                 self._reply(message, session)
         except BaseException as error:
             return self._handling.ending(message, error)
-        return COMPLETE, message.of_completion
+        return message.ending
 
     def _lease(self, taken: Taken) -> Left | None:
         rows = self._link.run(*self._handling.asked())
@@ -338,7 +341,7 @@ class AsyncSlot:
             if _is_stopping(error):
                 raise
             return self._handling.ending(message, self._ended(error, limit))
-        return COMPLETE, message.of_completion
+        return message.ending
 
     def _ended(self, error: BaseException, limit: asyncio.Timeout) -> BaseException:
         """Return what has ended a call: the deadline, if that has passed."""

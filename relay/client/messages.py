@@ -97,7 +97,7 @@ def _encoded(queue: str, given: Mapping[str, Any]) -> str:
     return json.dumps(given)
 
 
-def _call(function: str, *arguments: str, result: str = "to_json(t)") -> Statement:
+def call_of(function: str, *arguments: str, result: str = "to_json(t)") -> Statement:
     """Return a statement that calls a function of SQL with values of its parameter, a JSON object."""
     return Statement.selecting(
         f"{result}::text", f", lateral {function}({', '.join(arguments)}) as t"
@@ -112,14 +112,14 @@ _TAKEN = (
     "'message', t)"
 )
 
-CLAIM = _call("relay.claim", "p.a->>'queue'", result=_TAKEN)
-LEASE = _call("relay.lease", "p.a->>'queue'", "1", _SECONDS, result=_TAKEN)
-EXTEND = _call("relay.extend", *_OF_ATTEMPT, _SECONDS)
-COMPLETE = _call("relay.complete", *_OF_ATTEMPT, "(p.a->'result')::jsonb", "p.a->>'dropped'")
-NOTE = _call("relay.note_message", *_OF_ATTEMPT, "(p.a->'note')::jsonb")
-RELEASE = _call("relay.release", *_OF_ATTEMPT, _SECONDS, "p.a->>'error'")
-RETRY = _call("relay.retry", *_OF_ATTEMPT, _SECONDS, "p.a->>'error'")
-FAIL = _call("relay.fail", *_OF_ATTEMPT, "p.a->>'error'")
+CLAIM = call_of("relay.claim", "p.a->>'queue'", result=_TAKEN)
+LEASE = call_of("relay.lease", "p.a->>'queue'", "1", _SECONDS, result=_TAKEN)
+EXTEND = call_of("relay.extend", *_OF_ATTEMPT, _SECONDS)
+COMPLETE = call_of("relay.complete", *_OF_ATTEMPT, "(p.a->'result')::jsonb", "p.a->>'dropped'")
+NOTE = call_of("relay.note_message", *_OF_ATTEMPT, "(p.a->'note')::jsonb")
+RELEASE = call_of("relay.release", *_OF_ATTEMPT, _SECONDS, "p.a->>'error'")
+RETRY = call_of("relay.retry", *_OF_ATTEMPT, _SECONDS, "p.a->>'error'")
+FAIL = call_of("relay.fail", *_OF_ATTEMPT, "p.a->>'error'")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +154,9 @@ class Message:
     results: list[Any] = field(default_factory=list, repr=False, compare=False)
     """What `keep` was given; the last one counts."""
 
+    endings: list[tuple[Statement, str]] = field(default_factory=list, repr=False, compare=False)
+    """What ends the attempt instead of its completion, in the handler's transaction; the last one counts."""
+
     def reply(self, event: Event) -> None:
         """Publish an event in answer, in the commit that completes the message, with this message's host.
 
@@ -172,6 +175,11 @@ class Message:
         """
         encode_object({"result": result})
         self.results.append(result)
+
+    @property
+    def ending(self) -> tuple[Statement, str]:
+        """The statement that ends this attempt if its handler returns, and its parameter."""
+        return self.endings[-1] if self.endings else (COMPLETE, self.of_completion)
 
     @property
     def of_completion(self) -> str:
@@ -252,8 +260,18 @@ def attempt_of(row: str) -> dict[str, Any]:
     return {"id": int(found[1]), "attempt": int(found[2])}
 
 
+class Ends(Exception):
+    """Undoes what a handler has changed, and ends the attempt with a statement of its own; the cause says why."""
+
+    def __init__(self, statement: Statement, parameters: dict[str, Any]) -> None:
+        super().__init__()
+        self.ending = statement, parameters
+
+
 def end_of(attempt: Mapping[str, Any], error: BaseException) -> tuple[Statement, dict[str, Any]]:
     """Return the statement, and its parameters, that ends an attempt which raised an error."""
+    if isinstance(error, Ends):
+        return error.ending
     text = text_of(error)
     if isinstance(error, Drop):
         return COMPLETE, {**attempt, "dropped": text}

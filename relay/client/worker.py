@@ -26,6 +26,7 @@ from relay.client.idle import Idle, either
 from relay.client.messages import LeasedMessage, Message, Queue, application_name
 from relay.client.outages import OutageLog
 from relay.client.outbox import Outbox
+from relay.client.saga import Saga
 from relay.client.wakeups import listen
 from relay.logs import enable
 from relay.waits import Backoff
@@ -67,7 +68,7 @@ class Worker:
     def __init__(
         self,
         database: Any,
-        queue: str | Queue,
+        queue: str | Queue | Saga,
         *,
         concurrency: int = 16,
         lease: float | None = None,
@@ -81,9 +82,9 @@ class Worker:
         """Set up a worker, which connects when it runs.
 
         `database` is a connection string of psycopg, a pool of psycopg or asyncpg, an engine or sessionmaker of
-        SQLAlchemy, asynchronous or not, or `django.db.connection`. A `Queue` is declared when the worker starts; a name
-        is that of a queue which exists. At most `concurrency` handlers run at once, each with a connection. A coroutine
-        is cancelled after `deadline` seconds, which is a failed attempt. `around` are context
+        SQLAlchemy, asynchronous or not, or `django.db.connection`. A `Queue`, or that of a `Saga`, is declared when the
+        worker starts; a name is that of a queue which exists. At most `concurrency` handlers run at once, each with a
+        connection. A coroutine is cancelled after `deadline` seconds, which is a failed attempt. `around` are context
         managers that its call runs in, see `relay.client.middleware`. `outbox` is where replies are published. An idle
         worker looks for messages every `poll` seconds, and is woken when there are some: it listens on one more
         connection, where `database` is a connection string, or on that of another connection string `listen`, which
@@ -92,6 +93,11 @@ class Worker:
 
         Raises TypeError for a database of an unknown kind, and ValueError for a number that makes no sense.
         """
+        saga = queue if isinstance(queue, Saga) else None
+        if isinstance(queue, Saga):
+            queue = queue.queue
+            if lease is not None:
+                raise ValueError("lease: the transaction of a saga's worker is its lease")
         self._declared = queue if isinstance(queue, Queue) else None
         name = queue.name if isinstance(queue, Queue) else queue
         if concurrency < 1:
@@ -115,6 +121,8 @@ class Worker:
         self._calls: set[object] = set()
         self._outage = OutageLog(log, {"queue": name})
         self._gave_up = False
+        if saga is not None:
+            self.handles()(saga.handler(self._handling.outbox))
 
     def handles(self, *event_types: str) -> Callable[[_Handler], _Handler]:
         """Return a decorator for the handler of event types, or of patterns such as `order.*`; without any, of all.

@@ -47,6 +47,7 @@ _NEEDED_BY: Mapping[str, str] = {
     "target/005_scheduled.sql": "cancellations",
     "target/006_dead_letters.sql": "dead letters of work queues",
     "target/007_attempts.sql": "kept attempts",
+    "target/008_sagas.sql": "sagas",
 }
 """What needs the rights that a file grants, where it is not the service."""
 

@@ -325,7 +325,8 @@ def test_functions_run_as_a_role_that_can_do_just_what_they_do(outbox: Outbox) -
     assert outbox.column(
         "select proname::text from pg_proc where pronamespace = 'relay'::regnamespace and prosecdef order by 1"
     ) == [
-        *("advance", "cancel", "cancel_messages", "claim", "claim_reader", "complete"),
+        *("advance", "advance_saga", "begin_saga", "cancel", "cancel_messages", "claim"),
+        *("claim_reader", "complete"),
         *("declare_queue", "declare_reader", "declare_schedule", "declare_subscriber"),
         *(
             "drop_queue",
@@ -338,7 +339,15 @@ def test_functions_run_as_a_role_that_can_do_just_what_they_do(outbox: Outbox) -
         *("expire_readers", "expire_subscribers", "extend", "fail", "history", "holds_witness"),
         *("keep_reader", "lease", "log_is_quiet", "move_messages", "note_message", "pause_queue"),
         "pause_schedule",
-        *("prune_history", "publish", "purge_queue", "queue_watchers", "read", "read_log"),
+        *(
+            "prune_history",
+            "publish",
+            "purge_queue",
+            "put_aside",
+            "queue_watchers",
+            "read",
+            "read_log",
+        ),
         *(
             "rebuild_queue",
             "recent_witness",
