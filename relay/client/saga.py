@@ -25,7 +25,7 @@ from relay.client.messages import RELEASE, Ends, Message, Queue, call_of, text_o
 from relay.client.outbox import Outbox
 from relay.client.payloads import encode_object
 from relay.model.moments import moment_of
-from relay.outcomes import Drop, Fail, RetryLater
+from relay.outcomes import Drop, Fail, RetryLater, named_wait
 
 __all__ = ["Context", "Saga", "SagaFault", "SagaStep", "StepFailed", "saga"]
 
@@ -49,7 +49,8 @@ _ADVANCE = call_of(
     "relay.advance_saga",
     *("p.a->>'queue'", "(p.a->>'id')::bigint", "(p.a->>'attempt')::int", "(p.a->>'saga')::bigint"),
     *("(p.a->>'known')::int", "p.a->'added'", "p.a->>'state'", "(p.a->>'version')::int"),
-    *("p.a->>'waits_for'", "(p.a->>'next_at')::timestamptz", "p.a->>'error'"),
+    *("p.a->>'step'", "(p.a->>'next_at')::timestamptz", "p.a->>'error'", "p.a->>'failure'"),
+    "make_interval(secs => (p.a->>'after')::float8)",
 )
 _PUT_ASIDE = call_of(
     "relay.put_aside",
@@ -289,7 +290,8 @@ class _Outcome:
     """How an attempt ends: the state of the saga afterwards, or an error that undoes the attempt."""
 
     state: str = "running"
-    waits_for: str | None = None
+    step: str | None = None
+    """What it waits for, or the step that has failed."""
     next_at: datetime | None = None
     error: str | None = None
     raised: Exception | None = None
@@ -382,9 +384,9 @@ class _Attempt:
         cancels = is_event and _matches(self.saga.rules.cancels, event_type)
         if cancels and self.state in ("running", "waiting"):
             self.entries.append(("fail", event_type, "cancelled"))
-            return _Outcome("undoing", error=f"cancelled by {event_type}")
+            return _Outcome("undoing")
         if self.state == "stuck":
-            return _Outcome("stuck")
+            return _Outcome("stuck", self.found["step"], error=self.found["error"])
         context = Context(self)
         outcome = await self._call(context)
         if self.state != "undoing":
@@ -415,24 +417,34 @@ class _Attempt:
         """Have the slot end the attempt. Raises what undoes its effects."""
         if outcome.fault is not None:
             self._release(outcome.fault)
-        if outcome.raised is not None:
-            raise outcome.raised
         given = self.message.of_attempt | {
             "saga": self.number,
             "known": self.known,
             "added": self.entries[self.known :],
             "state": outcome.state,
             "version": self.version,
-            "waits_for": outcome.waits_for,
+            "step": outcome.step,
             "next_at": None if outcome.next_at is None else outcome.next_at.isoformat(),
-            "error": outcome.error,
+            "error": outcome.error or self._reason(),
         }
+        if outcome.raised is not None:
+            failure = text_of(outcome.raised)
+            wait = named_wait(outcome.raised)
+            told = {"error": failure, "failure": failure, "after": wait}
+            raise Ends(_ADVANCE, given | told) from outcome.raised
         if outcome.is_undone:
             raise Ends(_ADVANCE, given)
         if outcome.state in ("running", "undoing"):
             # Not what this attempt adds, which may not commit.
             self.saga.keep(self.message, self.number, self.entries[: self.known])
         self.message.endings.append((_ADVANCE, json.dumps(given)))
+
+    def _reason(self) -> str | None:
+        """Why the saga has failed, if it has."""
+        for kind, step, reason in reversed(self.entries):
+            if kind == "fail":
+                return f"{reason} by {step}" if step else str(reason)
+        return None
 
 
 class Context:
@@ -535,7 +547,7 @@ class Context:
         if self._attempt.state == "undoing":
             return _Outcome("undoing")
         self._entries.append(("fail", "", reason))
-        return _Outcome("undoing", error=reason)
+        return _Outcome("undoing")
 
     def completed(self) -> _Outcome:
         """The outcome of a saga whose function has returned."""
@@ -563,7 +575,7 @@ class Context:
         try:
             await self._run(last.step, last.function, last.arguments, most, "undo", last.result)
         except StepFailed as error:
-            return _Outcome("stuck", error=f"undo of {error}", is_undone=True)
+            return _Outcome("stuck", last.step, error=f"undo of {error}", is_undone=True)
         except _Stop:
             return self._left("undoing")
         self._entries.append(("undone", last.step, None))
@@ -607,9 +619,12 @@ class Context:
 
     def _unasked(self, what: str) -> SagaFault | None:
         """Return the fault of a saga whose code does not come to what was done before it does something new."""
-        known = {name for name, (kind, _) in self._done.items() if kind != "patched"}
-        gone = sorted((known | self._began.keys()) - self._asked)
-        return self._gone(gone[0], what) if gone else None
+        kinds = ("step", "failed", "skipped", "waits", "wait")
+        gone = (
+            step for kind, step, _ in self._entries if kind in kinds and step not in self._asked
+        )
+        first = next(gone, None)
+        return None if first is None else self._gone(first, what)
 
     def _gone(self, name: str, what: str) -> SagaFault:
         return SagaFault(
@@ -721,7 +736,7 @@ class Context:
         attempt = self._attempt
         began = attempt.message.attempt + attempt.found["interruptions"]
         if most is not None and began > most:
-            raise StepFailed(name, attempt.found["error"] or f"{most} attempts did not end")
+            raise StepFailed(name, attempt.found["failure"] or f"{most} attempts did not end")
         key = f"{attempt.message.queue} {self.event.event_id} {name} {kind}"
         step = SagaStep(
             name=name,
@@ -740,7 +755,8 @@ class Context:
         except Exception as error:
             if isinstance(error, Fail | Drop) or (most is not None and began >= most):
                 raise StepFailed(name, text_of(error)) from error
-            self._stop(_Outcome(raised=error))
+            state = "running" if kind == "step" else "undoing"
+            self._stop(_Outcome(state, name, raised=error))
         finally:
             self._is_within = False
 

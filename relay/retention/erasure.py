@@ -267,6 +267,13 @@ def _erase_from_target(
         ).rowcount
         for table in ("queue_messages", "queue_done")
     )
+    report.removed["sagas"] = target.execute(
+        """
+        delete from relay.sagas where host_id = %(host)s
+           and exists (select from relay.queues as q where q.name = saga and q.group_id = %(group)s)
+        """,
+        of,
+    ).rowcount
     report.removed["deferred transactions"] = _erase_deferred(target, group, host)
     target.execute(
         """

@@ -46,6 +46,16 @@ _REMOVE_DONE = """
                 order by o.done_at limit %s) as d
          where q.group_id = %s))
 """
+_REMOVE_ENDED = """
+    delete from relay.sagas where id = any (array(
+        select d.id
+          from relay.queues as q
+          cross join lateral (
+               select s.id from relay.sagas as s
+                where s.saga = q.name and s.ended_at <= now() - coalesce(q.keep_done, '0 s')
+                order by s.ended_at limit %s) as d
+         where q.group_id = %s))
+"""
 _REMOVE_ORPHANS = "select relay.remove_orphans(%s)"
 _REMOVE_CANCELLATIONS = """
     delete from relay.cancellations where ctid = any (array(
@@ -160,7 +170,9 @@ class Schedule(Recurring):
         with self._step("history", target):
             self._prune(target)
         with self._step("done messages of queues", target):
-            self._remove_done(target)
+            self._remove_done(target, _REMOVE_DONE)
+        with self._step("sagas that have ended", target):
+            self._remove_done(target, _REMOVE_ENDED)
         with self._step("messages of queues that were dropped", target):
             self._remove_orphans(target)
         with self._step("cancellations", target):
@@ -281,15 +293,15 @@ class Schedule(Recurring):
             "select relay.prune_history(%s, %s, %s)", (self._settings.group, before, _PRUNE_PORTION)
         )
 
-    def _remove_done(self, target: Connection) -> None:
-        """Remove the done messages of queues that are older than the queue's `keep_done`, in portions."""
+    def _remove_done(self, target: Connection, statement: str) -> None:
+        """Remove what is done and older than its queue's `keep_done`, in portions."""
         group, removed = self._settings.group, _PRUNE_PORTION
         while removed >= _PRUNE_PORTION and not self.stopping.is_set():
             with target.transaction():
                 # Row locks would need a right to update, which nobody has.
                 if not locks.try_lock_in_transaction(target, locks.done(group)):
                     return
-                removed = target.execute(_REMOVE_DONE, (_PRUNE_PORTION, group)).rowcount
+                removed = target.execute(statement.encode(), (_PRUNE_PORTION, group)).rowcount
 
     def _remove_orphans(self, target: Connection) -> None:
         """Remove what tasks and workers that knew a queue have left for it since it was dropped, in portions."""

@@ -10,7 +10,7 @@ create table if not exists relay.sagas (
     version    int         not null,
     state      text        not null,
     entries    int         not null,
-    waits_for  text,
+    step       text,
     next_at    timestamptz,
     error      text,
     started_at timestamptz not null default clock_timestamp(),
@@ -35,12 +35,12 @@ comment on column relay.sagas.state is
     'running, waiting, undoing, stuck; at the end done, compensated or given up';
 comment on column relay.sagas.entries is
     'how many rows of relay.saga_steps it has';
-comment on column relay.sagas.waits_for is
-    'of one that waits: the type of the event, or sleep';
+comment on column relay.sagas.step is
+    'the type of the event that it waits for, or sleep; else the step that has failed, or whose undo has, and is tried again';
 comment on column relay.sagas.next_at is
     'until when it waits; null: for ever';
 comment on column relay.sagas.error is
-    'why it has failed, or is stuck';
+    'why its step fails, or it has failed or is stuck';
 comment on column relay.sagas.since is
     'since when it has its state';
 comment on column relay.sagas.ended_at is
@@ -90,7 +90,7 @@ begin
      where s.saga = begin_saga.queue and s.key = m.key and s.ended_at is null for update skip locked;
     if open.id is null then
         return json_build_object(
-            'key', m.key, 'now', clock_timestamp(), 'interruptions', m.interruptions, 'error', m.error,
+            'key', m.key, 'now', clock_timestamp(), 'interruptions', m.interruptions, 'failure', m.error,
             'busy', exists (select from relay.sagas as s where s.saga = begin_saga.queue and s.key = m.key and s.ended_at is null),
             'started', exists (select from relay.sagas as s
                                 where s.saga = begin_saga.queue and s.key = m.key and s.event_id = m.event_id),
@@ -100,8 +100,8 @@ begin
         since := begin_saga.entries;
     end if;
     return json_build_object(
-        'key', m.key, 'now', clock_timestamp(), 'interruptions', m.interruptions, 'error', m.error,
-        'saga', open.id, 'version', open.version, 'state', open.state, 'known', since,
+        'key', m.key, 'now', clock_timestamp(), 'interruptions', m.interruptions, 'failure', m.error,
+        'saga', open.id, 'version', open.version, 'state', open.state, 'step', open.step, 'error', open.error, 'known', since,
         'entries', (select coalesce(json_agg(json_build_array(e.kind, e.step, e.result)), '[]')
                       from (select s.kind, s.step, s.result from relay.saga_steps as s
                              where s.saga_id = open.id and s.number > since order by s.number) as e));
@@ -119,13 +119,13 @@ as $$
 $$;
 
 -- Adds entries to a saga, an array of [kind, step, result], and gives it a state, in the transaction of its worker. A saga that is
--- running or undoing goes on with this message, whose event it has taken in; in any other state the message is done. One that
--- waits until a time gets a message for then, beside the order of its key. Returns false, and changes nothing, where the message is
--- another worker's, or the saga has changed since it was read.
+-- running or undoing goes on with this message, whose event it has taken in: at once or, after a failure, as relay.retry says. In any
+-- other state the message is done. One that waits until a time gets a message for then, beside the order of its key. Returns false,
+-- and changes nothing, where the message is another worker's, or the saga has changed since it was read.
 create or replace function relay.advance_saga(
     queue text, id bigint, attempt int, saga bigint, known int, added json, state text, version int,
-    waits_for text default null, next_at timestamptz default null, error text default null,
-    call relay.call default relay.this_call()
+    step text default null, next_at timestamptz default null, error text default null, failure text default null,
+    after interval default null, call relay.call default relay.this_call()
 ) returns boolean
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set plan_cache_mode = force_generic_plan
@@ -150,8 +150,9 @@ begin
     select coalesce(r.key, r.unique_key) as key, r.event_id, r.event_type, r.host_id, r.attempts, r.interruptions into m
       from relay.queue_messages as r where r.ctid = location;
     if the_saga is null then
-        insert into relay.sagas as s (saga, key, event_id, host_id, version, state, entries)
-        values (queue, m.key, m.event_id, m.host_id, advance_saga.version, advance_saga.state, json_array_length(added))
+        insert into relay.sagas as s (saga, key, event_id, host_id, version, state, entries, step, next_at, error, ended_at)
+        values (queue, m.key, m.event_id, m.host_id, advance_saga.version, advance_saga.state, json_array_length(added),
+                advance_saga.step, advance_saga.next_at, advance_saga.error, case when has_ended then clock_timestamp() end)
         returning s.id into the_saga;
         -- What came before it, and was put aside.
         perform relay.begin_times();
@@ -160,19 +161,18 @@ begin
                                     where o.queue_id = q.id and o.unique_key = m.key and o.key is null
                                       for update skip locked));
     else
-        update relay.sagas as s set entries = s.entries + json_array_length(added)
-         where s.id = the_saga and s.entries = advance_saga.known and s.ended_at is null
-        returning s.next_at into former;
+        select s.next_at into former from relay.sagas as s
+         where s.id = the_saga and s.entries = advance_saga.known and s.ended_at is null for update;
         if not found then
             return false;
         end if;
+        update relay.sagas as s
+           set entries = s.entries + json_array_length(added), state = advance_saga.state, step = advance_saga.step,
+               next_at = advance_saga.next_at, error = advance_saga.error,
+               ended_at = case when has_ended then clock_timestamp() end,
+               since = case when s.state = advance_saga.state then s.since else clock_timestamp() end
+         where s.id = the_saga;
     end if;
-    update relay.sagas as s
-       set state = advance_saga.state, waits_for = advance_saga.waits_for, next_at = advance_saga.next_at,
-           error = coalesce(advance_saga.error, s.error), ended_at = case when has_ended then clock_timestamp() end,
-           since = case when s.state = advance_saga.state then s.since else clock_timestamp() end
-     where s.id = the_saga
-       and (s.state, s.waits_for, s.next_at) is distinct from (advance_saga.state, advance_saga.waits_for, advance_saga.next_at);
     if has_ended or former is distinct from advance_saga.next_at then
         -- What it no longer waits for.
         perform relay.remove_messages(array(
@@ -184,15 +184,19 @@ begin
     insert into relay.saga_steps (saga_id, number, kind, step, result)
     select the_saga, advance_saga.known + e.number, e.entry ->> 0, e.entry ->> 1, e.entry -> 2
       from json_array_elements(added) with ordinality as e (entry, number);
-    if attempt > 1 then
+    if attempt > 1 and failure is null then
         perform relay.note_attempt(location, attempt, 'delivered', null);
     end if;
     if goes_on then
         -- The event is the saga's now.
         if m.event_type <> 'relay.saga' or m.attempts > 0 or m.interruptions > 0 then
             update relay.queue_messages as r
-               set event_type = 'relay.saga', payload = null, attempts = 0, interruptions = 0, error = null
+               set event_type = 'relay.saga', payload = null, interruptions = 0, error = null,
+                   attempts = case when failure is null then 0 else r.attempts end
              where r.ctid = location;
+        end if;
+        if failure is not null then
+            perform relay.retry(queue, advance_saga.id, advance_saga.attempt, after, failure, call);
         end if;
         return true;
     end if;
@@ -205,7 +209,7 @@ begin
             delete from relay.sagas as s where s.id = the_saga;
         end if;
     elsif advance_saga.next_at is not null then
-        perform relay.wake_saga(q, m.key, advance_saga.next_at);
+        perform relay.wake_saga(q, m.key, m.host_id, advance_saga.next_at);
     end if;
     return true;
 end
@@ -213,7 +217,7 @@ $$;
 
 -- Puts a message into a saga's queue, beside the order of its key, for which the saga is looked at again: at a time, where no such
 -- message is there, or now.
-create or replace function relay.wake_saga(q record, the_key text, at timestamptz default null) returns void
+create or replace function relay.wake_saga(q record, the_key text, host text, at timestamptz default null) returns void
 language plpgsql
 as $$
 begin
@@ -222,8 +226,8 @@ begin
     if not exists (select from relay.queue_messages as o
                     where o.queue_id = q.id and o.unique_key = the_key and o.key is null and o.event_type = 'relay.saga'
                       and o.available_at = at) then
-        insert into relay.queue_messages (queue_id, available_at, event_id, event_type, unique_key)
-        values (q.id, greatest(at, clock_timestamp(), q.due_mark), gen_random_uuid()::text, 'relay.saga', the_key);
+        insert into relay.queue_messages (queue_id, available_at, event_id, event_type, host_id, unique_key)
+        values (q.id, greatest(at, clock_timestamp(), q.due_mark), gen_random_uuid()::text, 'relay.saga', host, the_key);
     end if;
     if at is null then
         perform relay.wake_workers(q.id);
@@ -253,23 +257,77 @@ begin
 end
 $$;
 
+-- What an operator does to a saga that has not ended. undo: it fails, and what it has done is undone. skip: the step that fails, or
+-- whose undo does, counts as done; `result` is what it returns. give up: it ends, and nothing is undone. resume: it is looked at now, and
+-- one that is stuck goes on. Returns whether there is such a saga, and something to do. Waits at most five seconds for a step.
+create or replace function relay.steer_saga(
+    saga text, id bigint, act text, reason text default null, result json default null, call relay.call default relay.this_call()
+) returns boolean
+language plpgsql security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s'
+as $$
+declare
+    q     record;
+    open  relay.sagas;
+    next  text;
+begin
+    q := relay.require_queue(steer_saga.saga, call);
+    if act is null or act not in ('undo', 'skip', 'give up', 'resume') then
+        raise invalid_parameter_value using message = format('relay.steer_saga: %L is not undo, skip, give up or resume', act);
+    end if;
+    select s.* into open from relay.sagas as s where s.saga = steer_saga.saga and s.id = steer_saga.id for update;
+    next := case when open.ended_at is not null then null
+                 when act = 'give up' then 'given up'
+                 when act = 'resume' then case open.state when 'stuck' then 'undoing' else open.state end
+                 when act = 'undo' then case when open.state in ('running', 'waiting') then 'undoing' end
+                 when open.step is null or open.state = 'waiting' then null
+                 when open.state = 'running' then 'running' else 'undoing' end;
+    if open.id is null or next is null then
+        return false;
+    end if;
+    insert into relay.saga_steps (saga_id, number, kind, step, result)
+    select open.id, open.entries + row_number() over (), e.kind, e.step, e.result
+      from (values ('act', act, json_build_object('by', relay.calling_role(call), 'reason', reason)),
+                   (case when act = 'undo' then 'fail' when act = 'skip' and next = 'running' then 'skipped'
+                         when act = 'skip' then 'undone' end,
+                    case when act = 'skip' then open.step else '' end,
+                    case when act = 'undo' then to_json(coalesce('undone by an operator: ' || reason, 'undone by an operator'))
+                         when next = 'running' then result end)) as e (kind, step, result)
+     where e.kind is not null;
+    update relay.sagas as s
+       set state = next, entries = s.entries + case when act in ('undo', 'skip') then 2 else 1 end,
+           step = case when act = 'resume' then s.step end, next_at = case when act = 'resume' then s.next_at end,
+           error = case when act = 'undo' then coalesce('undone by an operator: ' || reason, 'undone by an operator') else s.error end,
+           since = case when s.state = next then s.since else clock_timestamp() end,
+           ended_at = case when act = 'give up' then clock_timestamp() end
+     where s.id = open.id;
+    if act <> 'give up' then
+        perform relay.wake_saga(q, open.key, open.host_id);
+    end if;
+    return true;
+exception when lock_not_available then
+    raise lock_not_available using message = format('saga %s of %L is in a step: try again when that has ended', id, saga);
+end
+$$;
+
 do $$
 declare
     each regprocedure;
 begin
     for each in select p.oid from pg_proc as p
                  where p.pronamespace = 'relay'::regnamespace
-                   and p.proname in ('begin_saga', 'saga_message', 'advance_saga', 'wake_saga', 'put_aside') loop
+                   and p.proname in ('steer_saga', 'begin_saga', 'saga_message', 'advance_saga', 'wake_saga', 'put_aside') loop
         execute format('revoke all on function %s from public', each);
     end loop;
     if to_regrole('relay_worker') is not null then
         grant execute on function relay.begin_saga(text, bigint, bigint, int, relay.call),
-            relay.advance_saga(text, bigint, int, bigint, int, json, text, int, text, timestamptz, text, relay.call),
-            relay.put_aside(text, bigint, int, interval, text, relay.call) to relay_worker;
+            relay.advance_saga(text, bigint, int, bigint, int, json, text, int, text, timestamptz, text, text, interval, relay.call),
+            relay.put_aside(text, bigint, int, interval, text, relay.call),
+            relay.steer_saga(text, bigint, text, text, json, relay.call) to relay_worker;
     end if;
     if to_regrole('relay') is not null then
         -- To show them, to remove those that have ended, and to erase a host.
         grant select, delete on relay.sagas, relay.saga_steps to relay;
+        grant execute on function relay.steer_saga(text, bigint, text, text, json, relay.call) to relay;
     end if;
 end
 $$;
@@ -282,10 +340,10 @@ begin
         return;
     end if;
     grant select, insert, update, delete on relay.sagas, relay.saga_steps to relay_owner;
-    grant execute on function relay.saga_message(bigint, bigint), relay.wake_saga(record, text, timestamptz) to relay_owner;
+    grant execute on function relay.saga_message(bigint, bigint), relay.wake_saga(record, text, text, timestamptz) to relay_owner;
     grant create on schema relay to relay_owner;
     for each in select p.oid from pg_proc as p where p.pronamespace = 'relay'::regnamespace and p.prosecdef
-                   and p.proname in ('begin_saga', 'advance_saga', 'put_aside') loop
+                   and p.proname in ('begin_saga', 'advance_saga', 'put_aside', 'steer_saga') loop
         execute format('alter function %s owner to relay_owner', each);
     end loop;
     revoke create on schema relay from relay_owner;

@@ -357,7 +357,16 @@ def test_functions_run_as_a_role_that_can_do_just_what_they_do(outbox: Outbox) -
             "requeue",
             "reschedule",
         ),
-        *("retry", "run_schedule", "seek", "share_lanes", "subscribers_of", "take", "take_witness"),
+        *(
+            "retry",
+            "run_schedule",
+            "seek",
+            "share_lanes",
+            "steer_saga",
+            "subscribers_of",
+            "take",
+            "take_witness",
+        ),
         *("tick", "watch_log", "watch_queue"),
     ]
     assert outbox.column(

@@ -5,14 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
+import psycopg
 import pytest
 
 from relay import Fail
+from relay.client import Event
+from relay.client import Outbox as Publisher
+from relay.client.attempts import Handling, Slot
 from relay.client.saga import Context, Saga, SagaStep, StepFailed, saga
+from relay.client.sessions import Statement
 from relay.client.worker import Message, Worker
-from tests.outbox import Outbox, wait_until
+from relay.retention.erasure import erase
+from tests.outbox import Outbox, relaying, wait_until
 from tests.workers import DATABASES, working
 
 every_database = pytest.mark.parametrize("database", DATABASES)
@@ -49,7 +58,7 @@ def done(outbox: Outbox) -> list[str]:
 
 
 def states(outbox: Outbox) -> list[str]:
-    return [str(each) for each in outbox.column("select state from relay.sagas order by id")]
+    return [str(each) for each in outbox.column("select state from relay.sagas order by key, id")]
 
 
 def entries(outbox: Outbox) -> list[tuple[str, str]]:
@@ -206,3 +215,260 @@ def test_an_event_before_its_saga_is_held_beside_the_order_then_a_dead_letter(
     assert outbox.column("select exception from relay.dead_letters") == [
         "Fail: no saga of its key has begun within 0.01 s"
     ]
+
+
+@dataclass
+class Bank:
+    """Another service, which knows each idempotency key once."""
+
+    charged: dict[str, str] = field(default_factory=dict)
+    calls: int = 0
+
+    def charge(self, step: SagaStep, order: str) -> str:
+        self.calls += 1
+        return self.charged.setdefault(step.idempotency_key, order)
+
+    def refund(self, step: SagaStep, order: str) -> None:
+        assert step.result == order
+        self.calls += 1
+        self.charged.setdefault(step.idempotency_key, f"refund {order}")
+
+
+class Died(BaseException):
+    """What a worker dies of."""
+
+
+NEVER, BEFORE_END, BEFORE_COMMIT = 0, 2, 3
+"""The statement of its link before which a worker is killed: of an attempt, the second one ends it."""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_whenever_a_worker_is_killed_each_effect_is_there_once_or_undone_once(
+    outbox: Outbox, fails: bool
+) -> None:
+    """Every attempt of a history is killed at each of its points; the next worker goes on."""
+    bank = Bank()
+
+    def refuse(step: SagaStep) -> None:
+        raise Fail("no parcels")
+
+    def checkout(ctx: Context, event: Message) -> None:
+        order = event.payload["order_id"]
+        ctx.step("reserve", note, f"reserve {order}", undo=unnote)
+        ctx.step("pay", bank.charge, order, undo=bank.refund)
+        ctx.send(Event("order.paid", ("Order", order), payload={"order_id": order}))
+        ctx.wait("parcel.ready")
+        ctx.step("ship", refuse if fails else note, *([] if fails else [f"ship {order}"]))
+
+    def unnote(step: SagaStep, what: str) -> None:
+        step.session.execute("insert into done values (%s)", (f"un{what}",))
+
+    of = checkout_of(checkout, waits="parcel.ready", attempts=100)
+    declare(outbox, of)
+    tell(outbox, "order.placed")
+    tell(outbox, "parcel.ready")
+    ended = "compensated" if fails else "done"
+    rounds = 0
+    outbox.conn.execute("grant insert on done to public")
+    with outbox.member("app_worker", "relay_publisher") as dsn:
+        while states(outbox) != [ended]:
+            # After a kill, one claim only counts what was aborted.
+            for point in (BEFORE_END, NEVER, BEFORE_COMMIT, NEVER, NEVER):
+                attempt_once(dsn, of, point)
+            rounds += 1
+            assert rounds < 50
+    expected = ["reserve 1", "unreserve 1"] if fails else ["reserve 1", "ship 1"]
+    assert done(outbox) == expected
+    assert bank.calls > len(bank.charged)
+    assert sorted(bank.charged.values()) == (["1", "refund 1"] if fails else ["1"])
+    assert outbox.column("select event_type from outbox_message_t") == ["order.paid"]
+    assert outbox.column("select count(*) from relay.queue_messages") == [0]
+
+
+def attempt_once(dsn: str, of: Saga, point: int) -> None:
+    """Work one attempt in a transaction, as a worker does, that is killed at a point; at none it commits."""
+    handling = Handling("checkout", lambda _: of.handler(Publisher()), (), Publisher(), None, None)
+    with suppress(Died), psycopg.connect(dsn, autocommit=True) as conn:
+        conn.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
+        Slot(handling, Killing(conn, point)).attempt(lambda _: None)
+
+
+class Killing:
+    """The link of a worker that is killed before its n-th statement, or before the commit; 0: never."""
+
+    def __init__(self, conn: psycopg.Connection[Any], point: int) -> None:
+        self._conn, self._point, self._count = conn, point, 0
+
+    @contextmanager
+    def transaction(self) -> Iterator[Any]:
+        with self._conn.transaction():
+            yield self._conn
+            self._die()
+
+    def _die(self) -> None:
+        self._count += 1
+        if self._count == self._point:
+            raise Died
+
+    def savepoint(self, session: Any) -> Any:
+        return session.transaction()
+
+    def fetch(self, session: Any, statement: Statement, text: str) -> list[str]:
+        self._die()
+        rows = session.execute(statement.with_parameter("%s", "%").encode(), (text,)).fetchall()
+        return [row[0] for row in rows]
+
+    def close(self) -> None:
+        self._conn.close()
+
+
+def steer(outbox: Outbox, act: str, **more: Any) -> bool:
+    (number,) = outbox.column("select max(id) from relay.sagas")
+    row = outbox.worker.execute(
+        "select relay.steer_saga('checkout', %s, %s, result => %s::json)",
+        (number, act, json.dumps(more["result"]) if more else None),
+    ).fetchone()
+    return row == (True,)
+
+
+def test_operators_skip_a_step_that_fails_undo_give_up_and_resume(outbox: Outbox) -> None:
+    broken = [True]
+
+    def pay(step: SagaStep) -> None:
+        raise RuntimeError("no bank")
+
+    def unpay(step: SagaStep, what: str) -> None:
+        if broken[0]:
+            raise RuntimeError("no refund")
+        note(step, f"un{what}")
+
+    def checkout(ctx: Context, event: Message) -> None:
+        ctx.step("reserve", note, "reserved", undo=unpay)
+        ctx.step("pay", pay, attempts=1_000_000)
+        ctx.wait("parcel.ready")
+
+    of = checkout_of(checkout, waits="parcel.ready", undo_attempts=2)
+    declare(outbox, of)
+    tell(outbox, "order.placed")
+    with working(Worker(outbox.worker_dsn, of, poll=0.05)):
+        wait_until(lambda: outbox.column("select step from relay.sagas") == ["pay"])
+        assert outbox.column("select error from relay.sagas") == ["RuntimeError: no bank"]
+        assert steer(outbox, "skip", result={"by": "hand"})
+        ends(outbox, "waiting")
+        assert outbox.column("select step from relay.sagas") == ["parcel.ready"]
+        assert steer(outbox, "undo")
+        ends(outbox, "stuck")
+        assert outbox.column("select error from relay.sagas") == [
+            "undo of step reserve: RuntimeError: no refund"
+        ]
+        broken.clear()
+        broken.append(False)
+        assert steer(outbox, "resume")
+        ends(outbox, "compensated")
+        assert not steer(outbox, "give up")
+        tell(outbox, "order.placed")
+        wait_until(lambda: states(outbox) == ["compensated", "running"])
+        assert steer(outbox, "give up")
+        ends(outbox, "compensated", "given up")
+        wait_until(lambda: outbox.column("select count(*) from relay.queue_messages") == [0])
+    assert done(outbox) == ["reserved", "unreserved", "reserved"]
+
+
+def test_a_saga_waits_for_a_worker_that_has_its_version_and_for_code_that_fits(
+    outbox: Outbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    def first(ctx: Context, event: Message) -> None:
+        ctx.step("reserve", note, "one")
+        ctx.wait("parcel.ready")
+        ctx.step("ship", note, "one ships")
+
+    def renamed(ctx: Context, event: Message) -> None:
+        ctx.step("book", note, "two")
+        ctx.wait("parcel.ready")
+
+    def patched(ctx: Context, event: Message) -> None:
+        ctx.step("reserve", note, "one")
+        if ctx.patched("weigh"):
+            ctx.step("weigh", note, "weighed")
+        ctx.wait("parcel.ready")
+        ctx.step("ship", note, "one ships")
+
+    more: dict[str, Any] = {"waits": "parcel.ready"}
+    one = checkout_of(first, **more)
+    declare(outbox, one)
+    tell(outbox, "order.placed", "1")
+    tell(outbox, "order.placed", "2")
+    with working(Worker(outbox.worker_dsn, one, poll=0.05)):
+        ends(outbox, "waiting", "waiting")
+    tell(outbox, "parcel.ready", "1")
+    with working(Worker(outbox.worker_dsn, checkout_of(renamed, **more), poll=0.05)):
+        wait_until(
+            lambda: (
+                outbox.column("select error from relay.queue_messages where error is not null")
+                == [
+                    "SagaFault: step 'reserve' was done, and the saga's code comes to 'book' without it: has it been "
+                    "renamed or removed? Give the change a version of its own, or ask ctx.patched"
+                ]
+            )
+        )
+    two = checkout_of(renamed, **more, version=2)
+    tell(outbox, "order.placed", "3")
+    with working(Worker(outbox.worker_dsn, two, poll=0.05)):
+        ends(outbox, "waiting", "waiting", "waiting")
+        wait_until(lambda: "a saga waits for a worker that has its version" in caplog.text)
+    assert outbox.column("select version from relay.sagas order by key, id") == [1, 1, 2]
+    both = checkout_of(renamed, **more, version=2, earlier=[one])
+    with working(Worker(outbox.worker_dsn, both, poll=0.05)):
+        wait_until(lambda: states(outbox)[0] == "done")
+    tell(outbox, "order.placed", "4")
+    tell(outbox, "parcel.ready", "2")
+    tell(outbox, "parcel.ready", "4")
+    outbox.conn.execute("delete from relay.sagas where version = 2")
+    with working(Worker(outbox.worker_dsn, checkout_of(patched, **more), poll=0.05)):
+        wait_until(lambda: states(outbox) == ["done", "done", "done"])
+    assert sorted(done(outbox)) == sorted(
+        ["one", "one", "one ships", "two", "one", "weighed", "one ships", "one ships"]
+    )
+
+
+def test_a_saga_of_many_steps_reads_each_of_its_entries_once(outbox: Outbox) -> None:
+    def many(ctx: Context, event: Message) -> None:
+        for number in range(200):
+            ctx.step(f"step {number}", lambda step: None)
+
+    of = checkout_of(many)
+    declare(outbox, of)
+    tell(outbox, "order.placed")
+    outbox.conn.execute("select pg_stat_reset()")
+    with working(Worker(outbox.worker_dsn, of, concurrency=1)):
+        ends(outbox, "done")
+    assert outbox.column("select count(*) from relay.saga_steps") == [201]
+    read = "select idx_tup_fetch from pg_stat_user_tables where relname = 'saga_steps'"
+    wait_until(lambda: int(outbox.column(read)[0] or 0) > 0)
+    assert int(outbox.column(read)[0]) < 1_000
+
+
+def test_an_erased_host_and_a_dropped_queue_have_no_sagas_and_ended_ones_are_removed(
+    outbox: Outbox,
+) -> None:
+    def wait(ctx: Context, event: Message) -> None:
+        if event.payload["order_id"] != "0":
+            ctx.sleep(1_000)
+
+    of = checkout_of(wait, keep=0.1)
+    declare(outbox, of)
+    for order in ("0", "1"):
+        tell(outbox, "order.placed", order)
+    with working(Worker(outbox.worker_dsn, of, poll=0.05)):
+        ends(outbox, "done", "waiting")
+    settings = outbox.settings()
+    with relaying(settings):
+        ends(outbox, "waiting")
+    assert erase(settings, outbox.conn, outbox.conn, HOST).removed["sagas"] == 1
+    assert states(outbox) == []
+    tell(outbox, "order.placed", "2")
+    with working(Worker(outbox.worker_dsn, of, poll=0.05)):
+        ends(outbox, "waiting")
+    outbox.worker.execute("select relay.drop_queue('checkout')")
+    assert outbox.column("select count(*) from relay.sagas") == [0]
+    assert outbox.column("select count(*) from relay.saga_steps") == [0]
