@@ -22,7 +22,6 @@ from relay.admin.dead_letters import DeadLetters, printed
 from relay.admin.deferred import DeferredTransactions
 from relay.admin.events import FoundEvent
 from relay.admin.offsets import OffsetsMove, PartitionStatus, plan_seek, positions, seek
-from relay.admin.phrases import counted, duration, moment
 from relay.admin.sinks import SinkMove, SinkStatus
 from relay.admin.status import Status
 from relay.config.handlers import DeliveryHandler, HttpHandler
