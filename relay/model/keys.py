@@ -16,14 +16,21 @@ from numpy.typing import NDArray
 LONGEST = 1_000
 """The most bytes of each part of a key: an index entry of PostgreSQL, with group and sink, has at most 2,704 bytes."""
 _BYTES_OF_CHARACTER = 4
+_AT = "\x1f"
+"""What separates a key from an endpoint, and no part of a key has."""
 
 
 def host_part(host: str) -> str:
-    """The first part of a host's keys, before a space: the host_id, or its digest if it is long."""
-    if len(host) * _BYTES_OF_CHARACTER <= LONGEST:
-        return host
-    octets = host.encode("utf-8", "surrogateescape")
-    return host if len(octets) <= LONGEST else sha256(octets).hexdigest()
+    """The first part of a host's keys, before a space: the host_id, or its digest if that would be no part of a key."""
+    return _digest(host) or host
+
+
+def _digest(text: str) -> str | None:
+    """The digest of a text that is too long for a part of a key, or has what separates one from an endpoint."""
+    if len(text) * _BYTES_OF_CHARACTER <= LONGEST and _AT not in text:
+        return None
+    octets = text.encode("utf-8", "surrogateescape")
+    return sha256(octets).hexdigest() if len(octets) > LONGEST or _AT in text else None
 
 
 def of_host(host: str) -> str:
@@ -34,9 +41,8 @@ def of_host(host: str) -> str:
 def of_values(kind: str, host: str, values: Iterable[str]) -> str:
     """The key of a host, a kind of key such as `user`, and some values."""
     within = " ".join((kind, *values))
-    octets = within.encode("utf-8", "surrogateescape")
-    if len(octets) > LONGEST:
-        within = f"{kind} {sha256(octets).hexdigest()}"
+    if digest := _digest(within):
+        within = f"{kind} {digest}"
     return f"{host_part(host)} {within}"
 
 
@@ -50,7 +56,6 @@ def at_any(key: str) -> str:
     return key.partition(_AT)[0]
 
 
-_AT = "\x1f"
 _BLOCK = 12
 """The bytes that are mixed at once: three words."""
 _START = 0x9E3779B9 + 3923095

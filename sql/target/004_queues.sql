@@ -1198,11 +1198,12 @@ begin
         raise feature_not_supported using
             message = format('the messages of the queue %L are ordered by a key: publish an event with deliver_at instead', queue);
     end if;
-    if octet_length(host) > 1000 then
+    -- As relay makes the keys of events.
+    if octet_length(host) > 1000 or strpos(host, e'\x1f') > 0 then
         host := encode(sha256(convert_to(host, 'UTF8')), 'hex');
     end if;
     within := case when q.key = 'host' then 'host' else q.key || ' ' || enqueue.key end;
-    if octet_length(within) > 1000 then
+    if octet_length(within) > 1000 or strpos(within, e'\x1f') > 0 then
         within := q.key || ' ' || encode(sha256(convert_to(within, 'UTF8')), 'hex');
     end if;
     perform relay.begin_messages();

@@ -186,3 +186,27 @@ def test_a_stop_lets_nothing_overtake_what_was_queued_before(outbox: Outbox, mod
         with relaying(settings):
             wait_until(lambda: len(amounts(webhook)) >= 3)
         assert amounts(webhook) == [3, 1, 2]
+
+
+@pytest.mark.parametrize("odd", ["a\x1fb", "a\nb"], ids=["separator", "before it"])
+def test_a_key_may_have_characters_that_come_before_a_blank(outbox: Outbox, odd: str) -> None:
+    """An aggregate_id with U+001F was taken for another one at an endpoint; each ended relay once it was deferred."""
+    outbox.worker.execute("select relay.declare_queue('mail', '{}', 'aggregate')")
+    outbox.worker.execute(
+        "select relay.enqueue('mail', '{}', host_id => %s, key => %s)",
+        (str(host(1)), f"Order {odd}"),
+    )
+    with Webhook(refusing(lambda amount: amount == 1)) as webhook:
+        with relaying(posting(outbox, webhook, order_by="aggregate")):
+            publish(outbox, 1, odd)
+            wait_until(lambda: deferred(outbox) == 1)
+            publish(outbox, 2, "a")
+            wait_until(lambda: amounts(webhook) == [2])
+            publish(outbox, 3, odd)
+            wait_until(lambda: deferred(outbox) == 2)
+            webhook.answers = refusing(lambda amount: False)
+            outbox.wait_delivered("hook")
+        assert amounts(webhook) == [2, 1, 3]
+    # What is enqueued has the key that an event has.
+    keys = outbox.column("select key from relay.queue_messages order by id")
+    assert [keys.index(key) for key in keys] == [0, 0, 2, 0]

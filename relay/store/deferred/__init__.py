@@ -66,21 +66,23 @@ def held(conn: Connection, group: str, sink: str, keys: Collection[str]) -> set[
     asked = {writable(key, codec): key for key in keys}
     with conn.cursor(row_factory=scalar_row) as cursor:
         # ORDER BY forces the index: without it, the planner reads the whole table for a key that is not held if most
-        # rows have one key. Those at endpoints follow the key itself, and come before whatever else begins with it.
+        # rows have one key. The first of the two spans has the key itself, the second what follows it with U+001F.
         cursor.execute(
             """
             with recursive held as (
-                select asked.key as asked, (
+                select span.before, (
                        select k.key from relay.deferred_keys as k
-                        where k.group_id = %(group)s and k.sink = %(sink)s and k.key >= asked.key
-                          and k.key < asked.key || ' '
+                        where k.group_id = %(group)s and k.sink = %(sink)s and k.key >= span.since
+                          and k.key < span.before
                         order by k.key limit 1) as key
                   from unnest(%(asked)s::text[]) as asked (key)
+                 cross join lateral (values (asked.key, asked.key || chr(1)),
+                                            (asked.key || chr(31), asked.key || ' ')) as span (since, before)
                 union all
-                select held.asked, (
+                select held.before, (
                        select k.key from relay.deferred_keys as k
                         where k.group_id = %(group)s and k.sink = %(sink)s and k.key > held.key
-                          and k.key < held.asked || ' '
+                          and k.key < held.before
                         order by k.key limit 1)
                   from held where held.key is not null)
             select key from held where key is not null
