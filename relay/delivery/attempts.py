@@ -15,7 +15,7 @@ from relay.faults import Drop, describe, first_line
 from relay.model.transactions import BYTES_AT_ONCE, ROWS_AT_ONCE, ColumnDecoder, portions, text
 from relay.sinks import ANSWER, Answer
 from relay.store import attempts
-from relay.store.attempts import SEPARATOR, NewAttempt, Outcome
+from relay.store.attempts import NewAttempt, Outcome
 from relay.store.connections import Connection
 from relay.store.deferred import event_key
 
@@ -98,8 +98,8 @@ class AttemptLog:
     def _attempt(self, ended: Ended, ids: Sequence[str]) -> NewAttempt:
         delivery, answer = ended.delivery, ended.answer or _NOTHING
         return NewAttempt(
-            SEPARATOR.join(ids),
-            SEPARATOR.join(delivery.rows.hosts),
+            ids,
+            delivery.rows.hosts,
             ended.number,
             time.monotonic() - ended.at + ended.seconds,
             ended.seconds,

@@ -8,26 +8,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
 from psycopg.rows import class_row
 
 from relay.config.settings import AttemptSettings
 from relay.store import literals
 from relay.store.connections import Connection
-from relay.store.literals import codec_of, writable
+from relay.store.literals import codec_of, of_texts, writable
 
 Outcome = Literal["delivered", "dropped", "failed"]
 
 
 class NewAttempt(NamedTuple):
-    """An attempt that has ended: how many seconds ago it began, how long it took, and what came of it.
+    """An attempt that has ended: how many seconds ago it began, how long it took, and what came of it."""
 
-    `event_ids` and `hosts` are joined by SEPARATOR.
-    """
-
-    event_ids: str
-    hosts: str
+    event_ids: Sequence[str]
+    hosts: Sequence[str]
     number: int
     ago: float
     seconds: float
@@ -39,7 +36,6 @@ class NewAttempt(NamedTuple):
     resent_by: str | None
 
 
-SEPARATOR = "\x1f"
 _MOST_SHOWN = 100
 
 
@@ -48,12 +44,16 @@ def add(
 ) -> None:
     """Store attempts, in the current database transaction. Raises psycopg.Error."""
     codec = codec_of(conn)
+    rows = [
+        (*(of_texts([writable(each, codec) for each in texts]) for texts in (ids, hosts)), *rest)
+        for ids, hosts, *rest in attempts
+    ]
     conn.execute(
         """
         insert into relay.attempts (slice, kept_until, group_id, consumer, event_ids, hosts, number, began_at, seconds,
                                     outcome, destination, status, error, answer, resent_by)
         select extract(epoch from kept.until)::bigint / 86400 %% 9, kept.until, %s, %s,
-               string_to_array(a.event_ids, e'\\x1f'), string_to_array(a.hosts, e'\\x1f'), a.number,
+               a.event_ids::text[], a.hosts::text[], a.number,
                clock_timestamp() - make_interval(secs => a.ago), a.seconds, a.outcome, a.destination, a.status, a.error,
                a.answer, a.resent_by
           from (select now() + %s) as kept (until),
@@ -61,19 +61,20 @@ def add(
                       %s::text[], %s::text[], %s::text[])
                    as a (event_ids, hosts, number, ago, seconds, outcome, destination, status, error, answer, resent_by)
         """,
-        (group, consumer, keep, *(_literal(each, codec) for each in zip(*attempts, strict=True))),
+        (group, consumer, keep, *(_literal(each, codec) for each in zip(*rows, strict=True))),
     )
 
 
 def _literal(column: Sequence[object], codec: str | None) -> str:
     """The literal of an array of a column's values, as the database's encoding has them."""
-    if all(isinstance(value, str) for value in column):
-        text = literals.of_texts(cast(Sequence[str], column))
-    else:
+    if set(column) == {None}:
         # An array without elements is filled with nulls.
-        text = "{}" if set(column) == {None} else literals.of_values(column)
+        return "{}"
     # A response may have what no column can.
-    return writable(text, codec).replace("\0", "\ufffd")
+    return literals.of_values(
+        writable(value.replace("\0", "\ufffd"), codec) if isinstance(value, str) else value
+        for value in column
+    )
 
 
 @dataclass(frozen=True, slots=True)

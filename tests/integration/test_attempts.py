@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from relay.admin.retention import erase
 from relay.config.settings import Settings
 from relay.retention import schedule
 from relay.store import attempts
+from relay.store.attempts import NewAttempt
 from relay.store.connections import connect
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.webhook import Answer, Webhook
@@ -262,6 +264,23 @@ def test_the_room_of_a_group_is_not_taken_from_another(outbox: Outbox) -> None:
         attempts.prune(target, "other", of)
         attempts.prune(target, "default", of.model_copy(update={"max_bytes": 1024**2}))
     assert sorted(slices(outbox)) == list(range(8))
+
+
+def test_ids_of_any_text_are_kept_as_they_are(outbox: Outbox, narrow: str) -> None:
+    """An id with U+001F was two; one that the target's encoding lacks was another one than where it is deferred."""
+    ids = ["a\x1fb", 'c","d\\', "\N{HEAVY CHECK MARK}", ""]
+    answer = 'é\0"\\\N{HEAVY CHECK MARK}'
+    tried = NewAttempt(ids, ids[:2], 1, 2.5, 0.5, "failed", None, 503, None, answer, None)
+    with Outbox(narrow) as narrow_target:
+        narrow_target.install()
+    wide = (outbox.relay_dsn, ids[2], "\ufffd")
+    for dsn, mark, nul in (wide, (narrow_target.relay_dsn, "\\u2714", "\\ufffd")):
+        with connect(dsn) as target:
+            attempts.add(target, "default", "hook", timedelta(days=1), [tried, tried])
+            stored = target.execute(
+                "select event_ids, hosts, answer from relay.attempts"
+            ).fetchall()
+        assert stored == [([*ids[:2], mark, ""], ids[:2], f'é{nul}"\\{mark}')] * 2
 
 
 def test_who_reads_attempts_keeps_nobody_else_waiting(outbox: Outbox) -> None:
