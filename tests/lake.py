@@ -38,6 +38,9 @@ class LocalFrame:
     def __init__(self, rows: pa.Table, tasks: int = 2) -> None:
         self.rows = rows
         self.schema = from_arrow_schema(rows.schema)
+        for field, given in zip(self.schema, rows.schema, strict=True):
+            known = given.metadata or {}
+            field.metadata = {name.decode(): text.decode() for name, text in known.items()}
         self.columns = rows.column_names
         self.sparkSession = LocalSession()
         self._tasks = tasks

@@ -142,10 +142,10 @@ def _after_source(source: Connection | None, settings: Settings, accept: bool) -
         )
     for name, handler in spark_handlers.items():
         if handler.jdbc is not None:
-            yield _postgresql_table(name, handler.jdbc)
+            yield _postgresql_table(name, handler.jdbc, handler.evolves)
 
 
-def _postgresql_table(name: str, settings: JdbcSettings) -> Finding:
+def _postgresql_table(name: str, settings: JdbcSettings, evolves: bool) -> Finding:
     """Check the table of a Spark sink. A warning: it keeps the sink from going on, and nothing else from starting."""
     # Its imports take long.
     from relay.spark.writers.jdbc import JdbcWriter
@@ -154,7 +154,7 @@ def _postgresql_table(name: str, settings: JdbcSettings) -> Finding:
     try:
         with reach(settings.access, key, SessionKind.HANDLER, bounded=True) as conn:
             _require_writable(conn, key)
-            JdbcWriter(name, settings).require(conn)
+            JdbcWriter(name, settings, evolves).require(conn)
     except RelayError as error:
         return replace(finding_of_error("handler", error), level=Severity.WARNING)
     return Finding(Severity.OK, "handler", f"the table of {name} can be written")

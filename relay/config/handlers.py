@@ -272,6 +272,9 @@ class SparkHandler(SinkHandler):
     on_bad_row: Alike[Literal["dead_letter", "stop"]] = "dead_letter"
     """What becomes of events with which `sql` or `transform` fails: their commit is a dead letter of the sink, and the
     others are written, or the sink stops."""
+    schema_: Alike[Literal["evolve", "fixed"]] = Field("fixed", alias="schema")
+    """Delta, Iceberg and PostgreSQL: `evolve` adds columns that a batch has and the table lacks, widens types and sets
+    comments; `fixed` stops the sink, and names the statement to run."""
     key: Alike[list[str]] = Field(default_factory=list)
     """With `mode: upsert`: the columns that identify a row."""
     deletes: Alike[Annotated[str, Field(min_length=1)] | None] = None
@@ -286,6 +289,11 @@ class SparkHandler(SinkHandler):
         return (kind == "delta" and self.path is not None) or (
             kind == "iceberg" and self.table is not None
         )
+
+    @property
+    def evolves(self) -> bool:
+        """Whether the table gets the columns of a batch."""
+        return self.schema_ == "evolve"
 
     @property
     def plain_options(self) -> dict[str, str]:
@@ -378,6 +386,15 @@ class SparkHandler(SinkHandler):
                     raise ValueError(
                         f"key: {name!r} is not one of the columns {', '.join(SPARK_COLUMNS)}"
                     )
+        return self
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> SparkHandler:
+        if self.evolves and not (self.is_table or self.jdbc is not None):
+            why = "files have the columns of their batch, and readers join them with mergeSchema"
+            raise ValueError(
+                f"schema: evolve is for Delta tables, Iceberg tables and jdbc{f' ({why})' if self.path else ''}"
+            )
         return self
 
     @model_validator(mode="after")

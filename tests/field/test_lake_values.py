@@ -391,8 +391,6 @@ def ids(*names: str) -> Any:
     [
         *((kind, pa.nulls(2)) for kind in ("delta", "iceberg")),
         *((kind, pa.array([1, 2], pa.duration("us"))) for kind in ("delta", "iceberg")),
-        # The second batch did not fit the table of the first.
-        ("iceberg", pa.array([1, 2], pa.int16())),
     ],
 )
 def test_a_column_of_a_type_that_no_table_has_is_named(

@@ -204,7 +204,7 @@ def test_a_table_of_the_users_is_appended_to_or_refused(
     deltalake.write_deltalake(path, mine)
     lake = Lake({"path": str(path), "format": "delta", "partition_by": []}, list)
     batch = batch_of(str(uuid4()), 1)
-    with pytest.raises(ConfigurationError, match="has no column host_id: add it"):
+    with pytest.raises(ConfigurationError, match="has no column host_id: run `alter table"):
         lake.writer().write(frame_of(spark, rows("a"), batch), batch)
     wide = frame_of(spark, rows("a"), batch)
     with pytest.raises(

@@ -14,7 +14,7 @@ from relay.faults import ConfigurationError
 from relay.spark.descriptions import safe_description
 from relay.spark.destinations import stored
 from relay.spark.writers import BatchId, writer
-from relay.spark.writers.arrow import require_columns
+from relay.spark.writers.schema_changes import plan
 from tests.lake import LocalFrame, LocalSession
 
 SECRET = "hunter2"
@@ -99,4 +99,4 @@ def test_a_table_without_a_column_of_relay() -> None:
     """A table of events that is to be one of the present state: no query can leave the column out."""
     frame = pa.schema([("id", pa.string()), ("relay_snapshots", pa.string())])
     with pytest.raises(ConfigurationError, match=r"into each row: add it, or name another table$"):
-        require_columns("handlers.lake.path", pa.schema([("id", pa.string())]), frame)
+        plan("handlers.lake.path", pa.schema([("id", pa.string())]), frame)

@@ -143,7 +143,7 @@ def _writer(name: str, settings: SparkHandler) -> Writer:
     if settings.jdbc is not None:
         from relay.spark.writers.jdbc import JdbcWriter
 
-        return JdbcWriter(name, settings.jdbc)
+        return JdbcWriter(name, settings.jdbc, settings.evolves)
     if kind == "iceberg":
         from relay.spark.writers.iceberg import IcebergUpserts, IcebergWriter
 

@@ -1,4 +1,4 @@
-"""A frame as Arrow, for all writers: its schema, whether a table accepts its columns, its rows in executors' tasks."""
+"""A frame as Arrow, for all writers: its schema, what no table accepts of it, its rows in executors' tasks."""
 
 from __future__ import annotations
 
@@ -17,41 +17,20 @@ MOST_NAME_BYTES = 255
 """The most bytes of the name of a file or a folder, in file systems and in stores that keep objects in one."""
 MOST_KEY_BYTES = 1024
 """The most bytes of the key of an object in a store."""
-_OWN = "relay_"
-"""The beginning of the names of columns that no query can leave out."""
 
 
 def arrow_schema(frame: DataFrame) -> pa.Schema:
-    """The frame's schema; every column is nullable, and timestamps are UTC microseconds."""
+    """The frame's schema, with comments; every column is nullable, and timestamps are UTC microseconds."""
     from pyspark.sql.pandas.types import to_arrow_schema
 
     fields = to_arrow_schema(frame.schema, timezone="UTC")
-    return pa.schema([pa.field(field.name, field.type) for field in fields])
-
-
-def require_columns(key: str, table: pa.Schema, frame: pa.Schema) -> None:
-    """Raise ConfigurationError, which names `key`, unless the frame can be appended to the table.
-
-    The table must have every column of the frame, with the same type. Its other columns must be nullable, and are null.
-    """
-    for field in frame:
-        index = table.get_field_index(field.name)
-        if index < 0:
-            cure = "add it, or leave it out with `sql`"
-            if field.name.startswith(_OWN):
-                cure = "relay writes it into each row: add it, or name another table"
-            raise ConfigurationError(f"{key}: the table has no column {field.name}: {cure}")
-        wanted, given = _plain(table.field(index).type), _plain(field.type)
-        if wanted != given:
-            raise ConfigurationError(
-                f"{key}: the table's column {field.name} is {wanted} and the batch's is {given}: cast it with `sql`"
-            )
-    for field in table:
-        if not field.nullable:
-            raise ConfigurationError(
-                f"{key}: the table's column {field.name} is NOT NULL, but every column of a batch is nullable: "
-                "drop the constraint"
-            )
+    comments = [each.metadata.get("comment") for each in frame.schema]
+    return pa.schema(
+        [
+            pa.field(field.name, field.type, metadata={"comment": text} if text else None)
+            for field, text in zip(fields, comments, strict=True)
+        ]
+    )
 
 
 def require_distinct_columns(key: str, columns: Sequence[str]) -> None:
@@ -121,7 +100,7 @@ def refuse_partition_types(
             )
 
 
-def _plain(kind: pa.DataType) -> pa.DataType:
+def plain_type(kind: pa.DataType) -> pa.DataType:
     """The type without the differences between Arrow's libraries: the width of offsets, the name of UTC."""
     if pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
         return pa.string()
@@ -130,11 +109,11 @@ def _plain(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_timestamp(kind) and kind.tz is not None:
         return pa.timestamp(kind.unit, "UTC")
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return pa.list_(_plain(kind.value_type))
+        return pa.list_(plain_type(kind.value_type))
     if pa.types.is_struct(kind):
-        return pa.struct([(field.name, _plain(field.type)) for field in kind])
+        return pa.struct([(field.name, plain_type(field.type)) for field in kind])
     if pa.types.is_map(kind):
-        return pa.map_(_plain(kind.key_type), _plain(kind.item_type))
+        return pa.map_(plain_type(kind.key_type), plain_type(kind.item_type))
     return kind
 
 

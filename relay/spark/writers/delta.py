@@ -13,8 +13,9 @@ import json
 import re
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from decimal import Decimal
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,6 @@ from relay.spark.writers.arrow import (
     arrow_schema,
     long_partition,
     refuse_partition_types,
-    require_columns,
     require_distinct_columns,
     require_known_types,
     require_partition_columns,
@@ -50,6 +50,14 @@ from relay.spark.writers.delta_files import (
     own_data_files,
     remove_files,
     write_files,
+)
+from relay.spark.writers.schema_changes import (
+    Change,
+    accept,
+    comment_of,
+    quoted,
+    spark_statement,
+    written,
 )
 from relay.spark.writers.upserts import SNAPSHOTS, Newest, collected, compared, marked, newest
 from relay.store.positions.spark_batches import LastBatch
@@ -127,6 +135,7 @@ class DeltaWriter:
             )
         self._partition_by = list(settings.partition_by)
         self._options = settings.plain_options
+        self._evolves = settings.evolves
         self._read: tuple[LastBatch, int] | None = None
         """The last batch that was looked for, and up to which version the commits after it have been read."""
 
@@ -155,9 +164,12 @@ class DeltaWriter:
         if table is not None and _has(table, batch):
             return
         schema = arrow_schema(frame)
-        if table is not None:
-            self._require_columns(table, schema)
         files = self._files(table, schema, batch)
+        if table is not None:
+            files = replace(files, schema=self._accepted(table, schema))
+            if _has(table, batch):
+                # Another driver has committed it before the table was changed.
+                return
         actions = [
             _action(row) for row in frame.mapInArrow(partial(write_files, files), FACTS).collect()
         ]
@@ -165,7 +177,7 @@ class DeltaWriter:
             table = self._created(files)
             if _has(table, batch):
                 return
-            self._require_columns(table, schema)
+            files = replace(files, schema=self._accepted(table, schema))
             if table.metadata().partition_columns != list(files.partition_by):
                 raise NotNow(f"{self._key}.path: another program has created the table meanwhile")
         try:
@@ -302,9 +314,15 @@ class DeltaWriter:
             return table
         return deltalake.DeltaTable(self._path, storage_options=self._options)
 
-    def _require_columns(self, table: deltalake.DeltaTable, schema: pa.Schema) -> None:
+    def _accepted(self, table: deltalake.DeltaTable, schema: pa.Schema) -> pa.Schema:
+        """The types with which a batch is written. The table may be changed, and is then read again.
+
+        Raises ConfigurationError for a batch that does not fit, and DeltaError.
+        """
         self._require_writable(table)
-        require_columns(f"{self._key}.path", _table_schema(table), schema)
+        changing = _DeltaColumns(table, self._path)
+        accept(self._name, f"{self._key}.path", changing, schema, self._evolves)
+        return written(changing.schema, schema)
 
     def _load(self) -> deltalake.DeltaTable | None:
         try:
@@ -411,13 +429,16 @@ class DeltaUpserts(DeltaWriter):
                 return
 
     def _merge(self, table: deltalake.DeltaTable, events: Newest, batch: BatchId) -> None:
-        self._require_columns(table, events.rows.schema)
-        rows = events.without(self._stale(table, events))
+        self._files(table, events.rows.schema, batch)
+        types = self._accepted(table, events.rows.schema)
+        if _has(table, batch):
+            return
+        rows = events.without(self._stale(table, events)).cast(types)
         if not rows.num_rows:
             self._commit(table, [], self._files(table, rows.schema, batch), batch)
             return
-        columns = {_quoted(name): f"s.{_quoted(name)}" for name in rows.column_names}
-        same = [f"(t.{_quoted(name)} is not distinct from s.{_quoted(name)})" for name in self._by]
+        columns = {quoted(name): f"s.{quoted(name)}" for name in rows.column_names}
+        same = [f"(t.{quoted(name)} is not distinct from s.{quoted(name)})" for name in self._by]
         merge = table.merge(
             rows,
             predicate=" and ".join(same),
@@ -445,6 +466,35 @@ class DeltaUpserts(DeltaWriter):
             if rows.num_rows
         ]
         return np.unique(np.concatenate(stale)) if stale else np.empty(0, np.int64)
+
+
+class _DeltaColumns:
+    """The columns of a table. deltalake 1.6 does not know the feature `typeWidening`, so no type is changed."""
+
+    def __init__(self, table: deltalake.DeltaTable, path: str) -> None:
+        self._table = table
+        self._path = path
+
+    @property
+    def schema(self) -> pa.Schema:
+        return pa.schema(self._table.schema().to_arrow())
+
+    @property
+    def rigid(self) -> Collection[str]:
+        return list(self.schema.names)
+
+    def statement(self, change: Change) -> str:
+        return spark_statement(f"delta.{quoted(self._path)}", change)
+
+    def change(self, changes: Sequence[Change]) -> None:
+        """Add columns in one commit, and set comments; deltalake refuses it once another one has changed columns."""
+        added = [deltalake.Field.from_arrow(each.column) for each in changes if each.kind == "add"]
+        if added:
+            self._table.alter.add_columns(added)
+        for each in changes:
+            if each.kind == "comment":
+                comment = {"comment": comment_of(each.column) or ""}
+                self._table.alter.set_column_metadata(each.column.name, comment)
 
 
 def _as_delta(frame: pa.Schema) -> deltalake.Schema:
@@ -494,11 +544,6 @@ def _too_long(path: str, values: Mapping[str, Any]) -> str | None:
 
 def _text(value: Any) -> str:
     return format(Decimal(repr(value)), "f") if isinstance(value, float) else str(value)
-
-
-def _quoted(name: str) -> str:
-    """A column in a predicate or an expression of deltalake."""
-    return f"`{name.replace('`', '``')}`"
 
 
 def _properties(batch: BatchId, **more: int) -> deltalake.CommitProperties:
@@ -584,10 +629,6 @@ def _vacuum_hours(configuration: Mapping[str, str]) -> int | None:
         return None
     seconds = int(found["number"]) * _SECONDS[found["unit"]]
     return _FEWEST_HOURS if seconds < _FEWEST_HOURS * 3600 else None
-
-
-def _table_schema(table: deltalake.DeltaTable) -> pa.Schema:
-    return pa.schema(table.schema().to_arrow())
 
 
 def _action(row: Any) -> AddAction:

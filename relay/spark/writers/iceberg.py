@@ -11,7 +11,7 @@ Source: Iceberg Table Spec, "Table Metadata", "Optimistic Concurrency"; PyIceber
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -40,7 +40,6 @@ from relay.spark.writers.arrow import (
     arrow_schema,
     gathered,
     refuse_partition_types,
-    require_columns,
     require_distinct_columns,
     require_known_types,
     require_partition_columns,
@@ -55,6 +54,16 @@ from relay.spark.writers.iceberg_commits import (
 )
 from relay.spark.writers.iceberg_files import data_files
 from relay.spark.writers.iceberg_upkeep import CREATED_WITH, expire_snapshots, merge_files
+from relay.spark.writers.schema_changes import (
+    COMMENT,
+    Change,
+    accept,
+    comment_of,
+    plan,
+    quoted,
+    spark_statement,
+    written,
+)
 from relay.spark.writers.upserts import SNAPSHOTS, Newest, collected, compared, marked, newest
 from relay.store.positions.spark_batches import LastBatch
 
@@ -69,6 +78,8 @@ _MOST_TASKS = 64
 """The most tasks that read the files of a table for a batch."""
 _REST = "stale binary, old binary, new binary"
 _REST_SCHEMA = pa.schema([("stale", pa.binary()), ("old", pa.binary()), ("new", pa.binary())])
+_DOC = b"doc"
+"""The key of a column's comment in the metadata of a field, for PyIceberg."""
 _FILES = "file binary"
 _FILES_SCHEMA = pa.schema([("file", pa.binary())])
 
@@ -85,6 +96,7 @@ class IcebergWriter:
         self._name = str(settings.table)
         self._partition_by = list(settings.partition_by)
         self._options = settings.plain_options
+        self._evolves = settings.evolves
 
     def check(self, session: SparkSession) -> None:
         """Raise ConfigurationError for a table or a catalog that cannot be used, and PyIceberg's errors."""
@@ -100,8 +112,11 @@ class IcebergWriter:
         table = self._known(catalog, batch)
         if table is not None and has(table, batch):
             return
-        table = self._accepting(catalog, table, schema)
-        target = pickle.dumps((table.metadata, table.io, schema))
+        table, types = self._accepting(catalog, table, schema)
+        if has(table, batch):
+            # Another driver has committed it before the table was changed.
+            return
+        target = pickle.dumps((table.metadata, table.io, types))
         rows = frame.mapInArrow(partial(write_files, target), _FILES).collect()
         files = [pickle.loads(row.file) for row in rows]  # noqa: S301
         with suppress(AlreadyCommitted):
@@ -182,13 +197,19 @@ class IcebergWriter:
                 "without it"
             )
 
-    def _accepting(self, catalog: Catalog, table: Table | None, schema: pa.Schema) -> Table:
-        """The table, which is created if there is none. Raises ConfigurationError unless it accepts the columns."""
+    def _accepting(
+        self, catalog: Catalog, table: Table | None, schema: pa.Schema
+    ) -> tuple[Table, pa.Schema]:
+        """The table, which is created if there is none, and may be changed; and the types to write a batch with.
+
+        Raises ConfigurationError unless it accepts the columns, and PyIceberg's errors.
+        """
         if table is None:
             table = self._create(catalog, schema)
         self._require_partition_types(_identities(table), schema)
-        require_columns(f"{self._key}.table", _table_schema(table), schema)
-        return table
+        changing = _IcebergColumns(f"{self._key}.table", table)
+        accept(self._sink, f"{self._key}.table", changing, schema, self._evolves)
+        return changing.table, written(changing.schema, schema)
 
     def _require_partition_types(self, columns: list[str], schema: pa.Schema) -> None:
         # PyIceberg selects the rows of a partition by `=`: none for NaN, and those of 0.0 for -0.0 too.
@@ -204,7 +225,7 @@ class IcebergWriter:
         try:
             with (
                 catalog.create_table_transaction(
-                    self._name, schema, properties=CREATED_WITH
+                    self._name, _with_docs(schema), properties=CREATED_WITH
                 ) as creation,
                 creation.update_spec() as spec,
             ):
@@ -244,9 +265,11 @@ class IcebergUpserts(IcebergWriter):
             table = self._known(catalog, batch)
             if table is not None and has(table, batch):
                 return
-            table = self._accepting(catalog, table, schema)
             try:
-                self._merge(table, events, batch, session)
+                table, types = self._accepting(catalog, table, schema)
+                if has(table, batch):
+                    return
+                self._merge(table, events, types, batch, session)
             except AlreadyCommitted:
                 return
             except (CommitFailedException, ValidationException, FileNotFoundError):
@@ -256,7 +279,14 @@ class IcebergUpserts(IcebergWriter):
             else:
                 return
 
-    def _merge(self, table: Table, events: Newest, batch: BatchId, session: SparkSession) -> None:
+    def _merge(
+        self,
+        table: Table,
+        events: Newest,
+        types: pa.Schema,
+        batch: BatchId,
+        session: SparkSession,
+    ) -> None:
         tasks = list(table.scan().plan_files())
         old: list[DataFile] = []
         new: list[DataFile] = []
@@ -274,7 +304,7 @@ class IcebergUpserts(IcebergWriter):
                 if row.old is not None:
                     old.append(pickle.loads(row.old))  # noqa: S301
                     new += pickle.loads(row.new)  # noqa: S301
-        rows = events.without(np.concatenate(stale))
+        rows = events.without(np.concatenate(stale)).cast(types)
         if rows.num_rows:
             new += data_files(table.metadata, rows, table.io)
         upsert(table, batch, old, new)
@@ -303,13 +333,66 @@ def _identities(table: Table) -> list[str]:
     ]
 
 
-def _table_schema(table: Table) -> pa.Schema:
-    return table.schema().as_arrow()
+class _IcebergColumns:
+    """The columns of a table; `table` is the one that was read last. Those that partition it keep their types."""
+
+    def __init__(self, key: str, table: Table) -> None:
+        self._key = key
+        self.table = table
+
+    @property
+    def schema(self) -> pa.Schema:
+        return _with_comments(self.table.schema().as_arrow())
+
+    @property
+    def rigid(self) -> Collection[str]:
+        schema = self.table.schema()
+        ids = [field.source_id for field in self.table.spec().fields]
+        return {name for name in map(schema.find_column_name, ids) if name is not None}
+
+    def statement(self, change: Change) -> str:
+        return spark_statement(".".join(map(quoted, self.table.name())), change)
+
+    def change(self, changes: Sequence[Change]) -> None:
+        """Make all changes in one commit, which the catalog refuses where the table has another schema meanwhile."""
+        added = pa.schema([each.column for each in changes if each.kind == "add"])
+        require_known_types(self._key, added, "Iceberg", _pyarrow_to_schema_without_ids)
+        with self.table.update_schema() as update:
+            for each in changes:
+                path, text = (each.column.name,), comment_of(each.column)
+                if each.kind == "comment":
+                    update.update_column(path, doc=text)
+                    continue
+                (field,) = _pyarrow_to_schema_without_ids(pa.schema([each.column])).fields
+                if each.kind == "add":
+                    update.add_column(path, field.field_type, doc=text)
+                else:
+                    update.update_column(path, field.field_type)
+        self.table.refresh()
+
+
+def _with_comments(schema: pa.Schema) -> pa.Schema:
+    """The columns with their comments as Arrow and Delta keep them."""
+    return pa.schema(
+        [
+            each.with_metadata({COMMENT: text} if (text := (each.metadata or {}).get(_DOC)) else {})
+            for each in schema
+        ]
+    )
+
+
+def _with_docs(schema: pa.Schema) -> pa.Schema:
+    """The columns with their comments as PyIceberg keeps them."""
+    return pa.schema(
+        [each.with_metadata({_DOC: text} if (text := comment_of(each)) else {}) for each in schema]
+    )
 
 
 def _require_columns_back(frame: pa.Schema) -> None:
-    """Raise an error for a frame that a table made for it would refuse, as one with integers of 8 or 16 bits."""
-    require_columns("", _pyarrow_to_schema_without_ids(frame).as_arrow(), frame)
+    """Raise an error for a frame that a table made for it would refuse."""
+    made = _pyarrow_to_schema_without_ids(_with_docs(frame)).as_arrow()
+    if plan("", _with_comments(made), frame):
+        raise ValueError
 
 
 # On the executors.

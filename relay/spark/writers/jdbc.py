@@ -9,7 +9,7 @@ nothing; nor does a driver that was suspended and comes with a batch before the 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -24,8 +24,16 @@ from psycopg import sql
 from relay.config import handlers
 from relay.config.dsn import DatabaseAccess
 from relay.faults import ConfigurationError, NotNow, RelayError
-from relay.spark.writers import BatchId, Facts, lost
+from relay.spark.writers import BATCH_COLUMN, BatchId, Facts, lost
 from relay.spark.writers.arrow import arrow_schema, gathered
+from relay.spark.writers.schema_changes import (
+    COMMENT,
+    Change,
+    accept,
+    comment_of,
+    is_wider,
+    sql_type,
+)
 from relay.store.connections import connect
 from relay.store.positions.spark_batches import LastBatch
 from relay.store.session_settings import USERS_PATH_LOCALLY, SessionKind, users_path
@@ -42,6 +50,8 @@ _COPIED_COLUMN = re.compile(r"^COPY relay_\w+, line \d+, column (.+?): ", re.MUL
 """A line of the context of the server's error about a value that is copied; the value follows, and may precede it."""
 _DROP_LOCK_TIMEOUT = "1s"
 """How long a drop waits for a task of an earlier attempt that still copies."""
+_CHANGE_LOCK_TIMEOUT = "5s"
+"""How long a change of columns waits for others that use the table: meanwhile new ones wait behind it."""
 
 _RESOLVE = "select pg_catalog.to_regclass(%s)::pg_catalog.oid"
 _FIND_TABLE = """
@@ -50,9 +60,35 @@ _FIND_TABLE = """
      where pg_class.oid = %s and relkind in ('r', 'p')
 """
 _COLUMNS = """
-    select attname from pg_attribute
-     where attrelid = %s and attnum > 0 and not attisdropped and attgenerated = ''
+    select a.attname, a.attgenerated <> '', t.typname, a.atttypmod, pg_catalog.col_description(a.attrelid, a.attnum)
+      from pg_catalog.pg_attribute as a
+      join pg_catalog.pg_type as t on t.oid = a.atttypid
+     where a.attrelid = %s and a.attnum > 0 and not a.attisdropped
+     order by a.attnum
 """
+_OWNER = """
+    select pg_catalog.pg_get_userbyid(relowner), pg_catalog.pg_has_role(relowner, 'usage')
+      from pg_catalog.pg_class where oid = %s
+"""
+_TYPES = {
+    "tinyint": "smallint",
+    "int": "integer",
+    "float": "real",
+    "double": "double precision",
+    "string": "text",
+    "timestamp": "timestamp with time zone",
+    "timestamp_ntz": "timestamp",
+}
+"""The types of Spark whose names are others in PostgreSQL."""
+_NUMBERS = {
+    "int2": pa.int16(),
+    "int4": pa.int32(),
+    "int8": pa.int64(),
+    "float4": pa.float32(),
+    "float8": pa.float64(),
+}
+_MOST_NAME_BYTES = 63
+"""The most bytes of the name of a column, which the server cuts off."""
 _STAGING_TABLES = r"""
     select relname from pg_class join pg_namespace on pg_namespace.oid = relnamespace
      where nspname = %s and relkind = 'r' and starts_with(relname, %s)
@@ -70,12 +106,14 @@ _CREATE_STAGING = """
     create unlogged table {staging} as select {columns}, null::uuid as {attempt} from {target} with no data
 """
 _CLAIM = """
-    insert into {ledger} (application, number, batch) select %(application)s, %(number)s, %(id)s
-     where not exists (select from {ledger} where application = %(application)s and number >= %(number)s)
+    insert into {ledger} (application, number, batch) select {application}, {number}, {id}
+     where not exists (select from {ledger} where application = {application} and number >= {number})
     on conflict do nothing
 """
 """A batch that was given up, since the sink was moved, is not inserted after a later one."""
-_IS_CLAIMED = "select from {ledger} where application = %s and number >= %s limit 1"
+_IS_CLAIMED = (
+    "select from {ledger} where application = {application} and number >= {number} limit 1"
+)
 _LACKED = """
     select pg_catalog.quote_ident(current_user), needed.privilege, needed.name
       from (select 1, 'usage', pg_catalog.format('schema %%I', n.nspname),
@@ -107,12 +145,12 @@ _MAY_IDENTIFY = (
 )
 _MOVE = """
     insert into {target} ({columns}) overriding system value
-    select {columns} from {staging} where {attempt} operator(pg_catalog.=) any(%s::pg_catalog.uuid[])
+    select {columns} from {staging} where {attempt} operator(pg_catalog.=) any({attempts}::pg_catalog.uuid[])
 """
 """Run under the user's search_path, since triggers of the table may count on it."""
 _STAGED = """
     select pg_catalog.count(*) from {staging}
-     where {attempt} operator(pg_catalog.=) any(%s::pg_catalog.uuid[])
+     where {attempt} operator(pg_catalog.=) any({attempts}::pg_catalog.uuid[])
 """
 
 
@@ -140,8 +178,9 @@ class JdbcWriter:
 
     kind = "jdbc"
 
-    def __init__(self, name: str, settings: handlers.JdbcSettings) -> None:
+    def __init__(self, name: str, settings: handlers.JdbcSettings, evolves: bool = False) -> None:
         self._name = name
+        self._evolves = evolves
         self._key = f"handlers.{name}.jdbc.table"
         self._dsn = settings.access
         self._table = settings.table
@@ -155,7 +194,7 @@ class JdbcWriter:
         """Raise ConfigurationError if there is no such table or the role may not write it, and psycopg.Error."""
         key = f"handlers.{self._name}.jdbc.dsn"
         try:
-            _, schema_name, table = self._find(conn)
+            oid, schema_name, table = self._find(conn)
         except psycopg.errors.InsufficientPrivilege as error:
             raise ConfigurationError(
                 f"{key}: {error.diag.message_primary}: grant usage and create on the schema of {self._table}"
@@ -169,6 +208,12 @@ class JdbcWriter:
                 f"{key}: the role {role} has no right to {privilege} on {name}{more}: run "
                 f"`grant {privilege} on {name} to {role}`"
             )
+        owner, may_change = conn.execute(_OWNER, [oid]).fetchone() or ("", False)
+        if self._evolves and not may_change:
+            raise ConfigurationError(
+                f"handlers.{self._name}.schema: evolve changes {self._table}, as only its owner {owner} may: make the "
+                "role of jdbc.dsn a member of it, or leave schema out"
+            )
 
     def write(self, frame: DataFrame, batch: BatchId) -> None:
         """Insert the batch unless the ledger has it.
@@ -178,12 +223,12 @@ class JdbcWriter:
         """
         with connect(self._dsn, SessionKind.HANDLER) as conn:
             oid, schema_name, table = self._find(conn)
-            schema = self._columns(conn, oid, arrow_schema(frame))
             target = sql.Identifier(schema_name, table)
             ledger = sql.Identifier(schema_name, _LEDGER)
             conn.execute(sql.SQL(_CREATE_LEDGER).format(ledger=ledger))
             if _is_claimed(conn, ledger, batch):
                 return
+            schema = self._columns(conn, oid, target, arrow_schema(frame))
             prefix = f"relay_{UUID(batch.application).hex}_"
             _drop_stale(conn, schema_name, prefix)
             staging = Staging(
@@ -276,27 +321,154 @@ class JdbcWriter:
             return None
         return None if row is None else (row[0], row[1], row[2])
 
-    def _columns(self, conn: psycopg.Connection[Any], oid: int, frame: pa.Schema) -> pa.Schema:
-        """The frame's columns that the table has: all, or all but `relay_batch`."""
-        known = {name for (name,) in conn.execute(_COLUMNS, [oid])}
+    def _columns(
+        self, conn: psycopg.Connection[Any], oid: int, target: sql.Identifier, frame: pa.Schema
+    ) -> pa.Schema:
+        """The frame's columns that the table has then: all, or all but `relay_batch`."""
         for field in frame:
-            if field.name not in known and field.name != "relay_batch":
-                raise ConfigurationError(
-                    f"{self._key}: {self._table} has no column {field.name}: add it, or leave it out with `sql`"
-                )
             if pa.types.is_nested(field.type) or pa.types.is_binary(field.type):
                 raise ConfigurationError(
                     f"{self._key}: the batch's column {field.name} is {field.type}: convert it to text with `sql`, "
                     "such as with to_json or hex"
                 )
-        return pa.schema([field for field in frame if field.name in known])
+        table = _PostgresqlColumns(self._key, conn, oid, target, frame, self._evolves)
+        batch = pa.schema(
+            [each for each in frame if each.name in table.schema.names or each.name != BATCH_COLUMN]
+        )
+        accept(self._name, self._key, table, batch, self._evolves)
+        return batch
+
+
+class _PostgresqlColumns:
+    """The columns of a table. The server converts what a batch has, so types matter where a wider one is needed."""
+
+    def __init__(
+        self,
+        key: str,
+        conn: psycopg.Connection[Any],
+        oid: int,
+        name: sql.Identifier,
+        batch: pa.Schema,
+        widens: bool,
+    ) -> None:
+        self._key = key
+        self._conn = conn
+        self._oid = oid
+        self._name = name
+        self._batch = batch
+        self._widens = widens
+        self._read()
+
+    def _read(self) -> None:
+        self._rows = self._conn.execute(_COLUMNS, [self._oid]).fetchall()
+        generated = [name for name, is_generated, *_ in self._rows if is_generated]
+        for name in generated:
+            if name in self._batch.names:
+                raise ConfigurationError(
+                    f"{self._key}: the column {name} is generated by the server: leave it out with `sql`"
+                )
+
+    @property
+    def schema(self) -> pa.Schema:
+        return pa.schema(
+            [
+                pa.field(name, self._type(name, kind, modifier), metadata=text and {COMMENT: text})
+                for name, _, kind, modifier, text in self._rows
+            ]
+        )
+
+    @property
+    def rigid(self) -> Collection[str]:
+        return ()
+
+    def _type(self, name: str, kind: str, modifier: int) -> pa.DataType:
+        """The type of a column that is to be widened; null, of which any value is accepted, for all others."""
+        known = _NUMBERS.get(kind)
+        if kind == "numeric" and modifier >= 0:
+            known = _decimal(modifier)
+        if known is None or not self._widens or name not in self._batch.names:
+            return pa.null()
+        return known if is_wider(self._batch.field(name).type, known) else pa.null()
+
+    def statement(self, change: Change) -> str:
+        """The statement, quoted for the server."""
+        return "; ".join(each.as_string(self._conn) for each in self._statements(change))
+
+    def _statements(self, change: Change) -> Iterator[sql.Composed]:
+        field = change.column
+        names = {"table": self._name, "column": sql.Identifier(field.name)}
+        if change.kind != "comment":
+            form = "alter table {table} alter column {column} type {type}"
+            if change.kind == "add":
+                form = "alter table {table} add column {column} {type}"
+            yield sql.SQL(form).format(**names, type=sql.SQL(_type_name(field.type)))
+        text = comment_of(field)
+        if text is not None and change.kind != "widen":
+            yield sql.SQL("comment on column {table}.{column} is {text}").format(
+                **names, text=sql.Literal(text)
+            )
+
+    def change(self, changes: Sequence[Change]) -> None:
+        """Make all changes in one transaction, under a lock, unless somebody else has changed the columns meanwhile."""
+        statement = "; ".join(map(self.statement, changes))
+        for each in changes:
+            if len(each.column.name.encode()) > _MOST_NAME_BYTES:
+                raise ConfigurationError(
+                    f"{self._key}: the name of the batch's column {each.column.name} has more than {_MOST_NAME_BYTES} "
+                    "bytes: shorten it with `sql`"
+                )
+        before = self._rows
+        try:
+            with self._conn.transaction():
+                self._conn.execute(
+                    sql.SQL("set local lock_timeout = {}").format(_CHANGE_LOCK_TIMEOUT)
+                )
+                self._conn.execute(
+                    sql.SQL("lock table {} in access exclusive mode").format(self._name)
+                )
+                self._read()
+                if self._rows != before:
+                    raise NotNow(f"{self._key}: another program has changed the columns")
+                for each in changes:
+                    for one in self._statements(each):
+                        self._conn.execute(one)
+                self._read()
+        except psycopg.errors.LockNotAvailable:
+            raise NotNow(
+                f"{self._key}: others use the table, so its columns cannot be changed yet"
+            ) from None
+        except (psycopg.ProgrammingError, psycopg.NotSupportedError) as error:
+            raise ConfigurationError(
+                f"{self._key}: the server refuses `{statement}`: {error.diag.message_primary}: change it yourself"
+            ) from None
+
+
+def _decimal(modifier: int) -> pa.DataType | None:
+    """The type of a `numeric` with a precision; None for one that no batch has."""
+    precision, scale = (modifier - 4) >> 16, (modifier - 4) & 0x7FF
+    return pa.decimal128(precision, scale) if precision <= 38 and scale <= precision else None
+
+
+def _type_name(kind: pa.DataType) -> str:
+    """The name of a column's type for the server. `kind` is neither nested nor binary."""
+    name = sql_type(kind)
+    return _TYPES.get(name, name.replace("decimal", "numeric"))
 
 
 def _is_claimed(
     conn: psycopg.Connection[Any], ledger: sql.Identifier, batch: BatchId | LastBatch
 ) -> bool:
-    statement = sql.SQL(_IS_CLAIMED).format(ledger=ledger)
-    return conn.execute(statement, [batch.application, batch.number]).fetchone() is not None
+    statement = sql.SQL(_IS_CLAIMED).format(ledger=ledger, **_identity_of(batch))
+    return conn.execute(statement).fetchone() is not None
+
+
+def _identity_of(batch: BatchId | LastBatch) -> dict[str, sql.Literal]:
+    """A batch in a statement without parameters: with them, a name with a percent sign would be taken for one."""
+    return {
+        "application": sql.Literal(UUID(batch.application)),
+        "number": sql.Literal(batch.number),
+        "id": sql.Literal(batch.id),
+    }
 
 
 def _move(
@@ -311,20 +483,18 @@ def _move(
     `counts` has the rows that each attempt copied, by its UUID.
     """
     with conn.transaction():
-        claim = sql.SQL(_CLAIM).format(ledger=ledger)
-        identity = {"application": batch.application, "number": batch.number, "id": batch.id}
-        claimed = conn.execute(claim, identity)
+        claimed = conn.execute(sql.SQL(_CLAIM).format(ledger=ledger, **_identity_of(batch)))
         if not claimed.rowcount:
             return
-        attempts = [UUID(attempt) for attempt in counts]
+        names = {**names, "attempts": sql.Literal(list(counts))}
         conn.execute(USERS_PATH_LOCALLY)
-        moved = conn.execute(sql.SQL(_MOVE).format(**names), [attempts])
+        moved = conn.execute(sql.SQL(_MOVE).format(**names))
         expected = sum(counts.values())
         if moved.rowcount == expected:
             return
         # A trigger that returns null, or a rule, leaves rows out of the count. An unlogged table is empty after a crash
         # of the server.
-        row = conn.execute(sql.SQL(_STAGED).format(**names), [attempts]).fetchone()
+        row = conn.execute(sql.SQL(_STAGED).format(**names)).fetchone()
         staged = row[0] if row is not None else 0
         if staged != expected:
             raise NotNow(f"{staged} of {expected} rows are staged")

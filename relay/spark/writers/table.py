@@ -14,6 +14,7 @@ from relay.faults import ConfigurationError
 from relay.spark.writers import BATCH_COLUMN, BatchId, Facts, lost
 from relay.spark.writers.arrow import require_partition_columns
 from relay.spark.writers.files import StagedFiles, naming_long_partitions, published
+from relay.spark.writers.schema_changes import quoted
 from relay.store.positions.spark_batches import LastBatch
 
 if TYPE_CHECKING:
@@ -189,17 +190,13 @@ class TableWriter:
 def _partition(file: str) -> str:
     """The clause `partition (…)` of the folders of a file."""
     pairs = [folder.partition("=") for folder in file.split("/")[:-1]]
-    values = ", ".join(f"{_quoted(_plain(name))} = {_literal(value)}" for name, _, value in pairs)
+    values = ", ".join(f"{quoted(_plain(name))} = {_literal(value)}" for name, _, value in pairs)
     return f"partition ({values})"
 
 
 def _plain(text: str) -> str:
     """A folder's text without the escapes of Spark's `ExternalCatalogUtils.escapePathName`."""
     return re.sub(r"%([0-9A-Fa-f]{2})", lambda found: chr(int(found[1], 16)), text)
-
-
-def _quoted(name: str) -> str:
-    return f"`{name.replace('`', '``')}`"
 
 
 def _literal(value: str) -> str:

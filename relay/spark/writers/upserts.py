@@ -160,7 +160,8 @@ def key_texts(rows: pa.Table, key: Sequence[str]) -> pa.Array:
     for name in key:
         values = rows[name].combine_chunks()
         if pa.types.is_floating(values.type):
-            values = pc.add(values, pa.scalar(0, values.type))
+            # A float that its table keeps as a double since its column was widened is the same key.
+            values = pc.add(values.cast(pa.float64()), pa.scalar(0.0))
         text = values.cast(pa.string())
         length = pc.utf8_length(text).cast(pa.string())
         part = pc.binary_join_element_wise(length, text, ":")
