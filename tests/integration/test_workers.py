@@ -481,18 +481,18 @@ def test_a_message_costs_two_trips_beside_those_of_its_handler(
         return waited(conn, *given, **more)
 
     async def handle_async(message: Message, conn: object) -> None:
-        handled.append(len(trips))
+        seen.append(len(trips))
 
     def handle(message: Message, conn: object) -> None:
-        handled.append(len(trips))
+        seen.append(len(trips))
 
-    handled: list[int] = []
+    seen: list[int] = []
     worker.handles()(handle_async if is_async else handle)
     monkeypatch.setattr(kind, "wait", wait)
     with working(worker):
         wait_until(lambda: is_empty(outbox))
-    assert len(handled) == messages
-    assert {after - before for before, after in pairwise(handled)} == {2}
+    assert len(seen) == messages
+    assert {after - before for before, after in pairwise(seen)} == {2}
 
 
 def test_through_a_pooler_of_transactions(outbox: Outbox) -> None:
