@@ -9,7 +9,7 @@ are no conflict.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
 from contextlib import (
     AbstractAsyncContextManager,
     AbstractContextManager,
@@ -245,18 +245,30 @@ class _Own:
         end = (self._call(*claimed.ending), _COMMIT)
         return end if self._is_undone else (_RELEASE, *end)
 
-    def _texts(self, cursor: Any) -> list[str]:
-        """Return the rows of the trip's only statement that has some: each is one text."""
-        encoding = self._conn.info.encoding
+    def _sent(self, statements: tuple[bytes, ...]) -> Generator[Any, Any, list[str]]:
+        """Send statements, and return the rows of the only one that has some: each is one text.
+
+        Yields what psycopg waits for. A cursor for each trip would cost as much again.
+        """
+        from psycopg.generators import execute
+        from psycopg.pq import ExecStatus
+
+        self._conn.pgconn.send_query(b"; ".join(statements))
         rows: list[str] = []
-        more = True
-        while more:
-            result = cursor.pgresult
-            if result.nfields:
+        for result in (yield from execute(self._conn.pgconn)):
+            if result.status == ExecStatus.TUPLES_OK:
                 values = (result.get_value(number, 0) for number in range(result.ntuples))
-                rows = [bytes(each).decode(encoding) for each in values]
-            more = cursor.nextset()
+                rows = [bytes(each).decode(self._conn.info.encoding) for each in values]
+            elif result.status != ExecStatus.COMMAND_OK:
+                raise self._error(result)
         return rows
+
+    def _error(self, result: Any) -> Exception:
+        import psycopg
+
+        error = psycopg.errors.error_from_result(result, self._conn.info.encoding)
+        # libpq's own has no SQLSTATE: the connection is lost.
+        return error if error.sqlstate else psycopg.OperationalError(str(error).strip())
 
 
 class _Psycopg(_Own):
@@ -331,11 +343,9 @@ class _Psycopg(_Own):
             self._is_prepared = True
 
     def _trip(self, *statements: bytes) -> list[str]:
-        import psycopg
-
-        with psycopg.Cursor(self._conn) as cursor:
-            cursor.execute(b"; ".join(statements))
-            return self._texts(cursor)
+        with self._conn.lock:
+            rows: list[str] = self._conn.wait(self._sent(statements))
+        return rows
 
     def _roll_back(self) -> None:
         """Undo what is open, and close a connection on which that is not possible."""
@@ -422,11 +432,9 @@ class _AsyncPsycopg(_Own):
             self._is_prepared = True
 
     async def _trip(self, *statements: bytes) -> list[str]:
-        import psycopg
-
-        async with psycopg.AsyncCursor(self._conn) as cursor:
-            await cursor.execute(b"; ".join(statements))
-            return self._texts(cursor)
+        async with self._conn.lock:
+            rows: list[str] = await self._conn.wait(self._sent(statements))
+        return rows
 
     async def _roll_back(self) -> None:
         if self._is_open and not self._is_idle:
