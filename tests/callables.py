@@ -200,6 +200,12 @@ def with_customers(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> Non
     record(transaction, cursor)
 
 
+def deallocating(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
+    """Like `record`, and end the statements that the session has prepared."""
+    cursor.execute("deallocate all")
+    record(transaction, cursor)
+
+
 PASSWORDS: list[str] = []
 
 

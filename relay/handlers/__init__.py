@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import LiteralString, Protocol
 
 from relay.causes import MAX_HOPS
@@ -15,6 +15,7 @@ from relay.event_types.current_version import routed_as_current
 from relay.event_types.upcasting import Upcasting
 from relay.model.transactions import Routed
 from relay.store.connections import Connection
+from relay.store.trips import BoundStatement
 
 
 class Handler(Protocol):
@@ -27,6 +28,9 @@ class Handler(Protocol):
 
     def check(self, conn: Connection) -> None:
         """Raise ConfigurationError if the handler cannot work on this database."""
+
+    def statements(self, routed: Routed) -> Sequence[BoundStatement] | None:
+        """What `apply` would run, if these are a few statements that are known beforehand; otherwise None."""
 
     def apply(self, conn: Connection, routed: Routed) -> None:
         """Apply transactions, in order. May raise any error: `relay.faults` decides what it means."""
@@ -47,6 +51,10 @@ class Typed:
     def check(self, conn: Connection) -> None:
         """Raise ConfigurationError if the handler cannot work on this database."""
         self._handler.check(conn)
+
+    def statements(self, routed: Routed) -> Sequence[BoundStatement] | None:
+        """What `apply` would run. Raises InvalidEvent, and the errors of upcasters."""
+        return self._handler.statements(routed_as_current(routed, self._upcaster))
 
     def apply(self, conn: Connection, routed: Routed) -> None:
         """Apply transactions, in order. Raises InvalidEvent, and the errors of the handler and of upcasters."""

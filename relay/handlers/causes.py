@@ -10,9 +10,12 @@ from __future__ import annotations
 import json
 
 from relay.causes import Causing
+from relay.store import trips
 from relay.store.connections import Connection
 
 _SET = "select pg_catalog.set_config('relay.cause', %s, true)"
+END = trips.BoundStatement(b"select pg_catalog.set_config('relay.cause', '', true)")
+"""Lets the next statements of the transaction publish as anybody's do."""
 
 
 def begin(conn: Connection, causing: Causing) -> None:
@@ -23,4 +26,4 @@ def begin(conn: Connection, causing: Causing) -> None:
 
 def end(conn: Connection) -> None:
     """Let the next statements of the transaction publish as anybody's do."""
-    conn.execute(_SET, ("",))
+    trips.run_each(conn, [END])

@@ -40,6 +40,9 @@ class Python:
     def check(self, conn: Connection) -> None:
         """Do nothing: the callable was imported when the handler was built."""
 
+    def statements(self, routed: Routed) -> None:
+        """None: the function runs what it likes."""
+
     def apply(self, conn: Connection, routed: Routed) -> None:
         """Call the function for each transaction, in order.
 

@@ -194,8 +194,8 @@ def load(
     """Fill the empty relation with `fields` of the events; other fields stay null."""
     first = 0
     for chunk in parts:
-        columns = dict(zip(fields, _columns(chunk, fields), strict=True))
-        fill(conn, columns, types, len(chunk.rows), first)
+        values = dict(zip(fields, columns(chunk, fields), strict=True))
+        fill(conn, values, types, len(chunk.rows), first)
         first += len(chunk.rows)
 
 
@@ -258,10 +258,11 @@ def _escape(value: bytes) -> bytes:
     return value
 
 
-def _columns(chunk: Chunk, fields: Sequence[str]) -> list[Values]:
+def columns(chunk: Chunk, fields: Sequence[str]) -> list[Values]:
+    """The values of some fields of a chunk's events, undecoded, a sequence for each field."""
     stored = [field for field in fields if field not in COMMIT_FIELDS]
-    columns = chunk.routed.decoder.columns(chunk.rows, stored)
-    by_field: dict[str, Values] = dict(zip(stored, columns, strict=True))
+    undecoded = chunk.routed.decoder.columns(chunk.rows, stored)
+    by_field: dict[str, Values] = dict(zip(stored, undecoded, strict=True))
     of_commit = [field for field in fields if field in COMMIT_FIELDS]
     by_field.update(zip(of_commit, _commit_columns(chunk, of_commit), strict=True))
     return [by_field[field] for field in fields]

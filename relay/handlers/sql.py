@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from hashlib import sha256
-from itertools import chain, islice
+from itertools import repeat
 from typing import LiteralString
 
 from psycopg import sql
@@ -14,9 +14,9 @@ from relay.causes import MAX_HOPS, Causing
 from relay.config.handlers import SqlHandler
 from relay.faults import ConfigurationError
 from relay.handlers import causes, relation
-from relay.model.events import SQL_TYPES
+from relay.model.events import COMMIT_FIELDS, SQL_TYPES
 from relay.model.transactions import Routed
-from relay.store import statements
+from relay.store import statements, trips
 from relay.store.connections import Connection
 
 _PLACEHOLDER = re.compile(r"%(?:%|\((\w*)\)s|(.?))", re.DOTALL)
@@ -60,6 +60,7 @@ class SqlEvent:
         self._parameters = len(names)
         more = _CAUSE_FIELDS if settings.publishes else ()
         self._names = tuple(dict.fromkeys((*names, *more)))
+        self._reads_commit = not set(COMMIT_FIELDS).isdisjoint(self._names)
         self._statement = _typed(settings.statement, types).encode()
         self._numbered = _numbered(settings.statement, self._names, types)
         self._body = self._numbered
@@ -69,6 +70,17 @@ class SqlEvent:
         # Named after its content, since a handler's name may be too long for PostgreSQL.
         digest = sha256(self._body.encode()).hexdigest()
         self._function = sql.Identifier("pg_temp", f"relay_{digest[:32]}")
+        # Each event's cause is told in its own round trip, by the body of the function.
+        self._sent = (self._calling() if settings.publishes else self._numbered).encode()
+
+    def _calling(self) -> str:
+        """A call of the function with numbered parameters."""
+        given = (
+            sql.SQL(f"${n}::{self._types[name]}") for n, name in enumerate(self._names, start=1)
+        )
+        return (
+            sql.SQL("select {}({})").format(self._function, sql.SQL(", ").join(given)).as_string()
+        )
 
     def configure(self, conn: Connection) -> None:
         """Create the relation, and the function that is called over it; its body is not checked until it is called."""
@@ -89,30 +101,35 @@ class SqlEvent:
         statements.parse(conn, self._key, self._numbered, self._parameters)
         statements.explain(conn, self._key, self._statement, dict.fromkeys(self._names))
 
+    def statements(self, routed: Routed) -> Sequence[trips.BoundStatement] | None:
+        """The statement of each event, with its values, where there are few; None for many."""
+        if routed.events > FEW_EVENTS:
+            return None
+        of_events = [trips.BoundStatement(self._sent, values) for values in self._values(routed)]
+        return [*of_events, causes.END] if self._publishes else of_events
+
     def apply(self, conn: Connection, routed: Routed) -> None:
         """Run the statement for every event, in order."""
-        few = routed.events <= FEW_EVENTS
-        if few or not self._names:
-            self._send(conn, routed)
-        else:
+        few = self.statements(routed)
+        if few is not None:
+            trips.run_each(conn, few)
+        elif self._names:
             self._call(conn, routed)
-        if self._publishes:
-            causes.end(conn)
+        else:
+            for first in range(0, routed.events, _IN_FLIGHT):
+                events = min(_IN_FLIGHT, routed.events - first)
+                trips.run_each(conn, [trips.BoundStatement(self._sent)] * events)
 
-    def _send(self, conn: Connection, routed: Routed) -> None:
-        names = self._names
-        events = chain.from_iterable(transaction.events for transaction in routed)
-        parameters = ({name: event.text(name) for name in names} for event in events)
-        statement: bytes | sql.Composed = self._statement
-        if self._publishes:
-            # Each event's cause is told in its own round trip, by the body of the function.
-            given = (
-                sql.SQL("{}::{}").format(sql.Placeholder(n), sql.SQL(self._types[n])) for n in names
-            )
-            statement = sql.SQL("select {}({})").format(self._function, sql.SQL(", ").join(given))
-        with conn.cursor() as cursor:
-            while portion := list(islice(parameters, _IN_FLIGHT)):
-                cursor.executemany(statement, portion)
+    def _values(self, routed: Routed) -> Iterator[tuple[bytes | None, ...]]:
+        if not self._names:
+            return repeat((), routed.events)
+        if not self._reads_commit:
+            return routed.values(self._names)
+        return (
+            values
+            for chunk in relation.chunks(routed)
+            for values in zip(*relation.columns(chunk, self._names), strict=True)
+        )
 
     def _call(self, conn: Connection, routed: Routed) -> None:
         call = sql.SQL("select {}({}) from pg_temp.relay_batch").format(
@@ -122,6 +139,8 @@ class SqlEvent:
             relation.clear(conn, truncate=number > 0)
             relation.load(conn, [chunk], self._types, self._names)
             conn.execute(call)
+        if self._publishes:
+            causes.end(conn)
 
 
 class SqlBatch:
@@ -155,6 +174,9 @@ class SqlBatch:
         relation.require_reserved(conn)
         statements.parse(conn, self._key, self._statement, 0)
         statements.explain(conn, self._key, self._statement.encode(), None)
+
+    def statements(self, routed: Routed) -> None:
+        """None: the events are loaded by COPY."""
 
     def apply(self, conn: Connection, routed: Routed) -> None:
         """Load the events by COPY, then run the statement."""

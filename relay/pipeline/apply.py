@@ -35,7 +35,14 @@ from relay.model.trace_context import Traced, TraceRecord
 from relay.model.transactions import Mask, Transactions
 from relay.pipeline.deferral import DeferralRules
 from relay.pipeline.failure_limit import FailureLimit, store_streaks
-from relay.pipeline.handling import HandlerFailed, HandlerRunner, HandlingMode, Trial, reason_of
+from relay.pipeline.handling import (
+    HandlerFailed,
+    HandlerRunner,
+    HandlingMode,
+    Last,
+    Trial,
+    reason_of,
+)
 from relay.pipeline.ranges import RangeReader, is_early, last_positions
 from relay.pipeline.routing import Assignment, BatchRouter, chooser
 from relay.pipeline.settlement import Settlement, Unsettled
@@ -43,7 +50,7 @@ from relay.pipeline.tracing import joined, trace_record, traced_as
 from relay.queues.declared import Declared, DeclaredQueues
 from relay.queues.filling import QUEUES
 from relay.source.outbox.rows import not_received
-from relay.store import brakes
+from relay.store import brakes, trips
 from relay.store.brakes import Streak
 from relay.store.connections import Connection
 from relay.store.deferred import due as deferred_due
@@ -54,6 +61,8 @@ from relay.store.positions.unflushed import require_kept
 
 log = logging.getLogger(__name__)
 
+FEW = 20
+"""Up to so many transactions are walked one by one, which is cheaper than arrays of them."""
 DUE_AT_ONCE = 500
 """How many due transactions are retried in one database transaction."""
 
@@ -230,14 +239,16 @@ class Applier:
                 return TaskOutcome(task.partitions, skipped=task.events, reached=reached)
             limit = FailureLimit(self._limits, self._own(locked.streaks))
             assigned = self._router.route(fresh, self._queues.at(conn, locked.queues))
-            delivered = self._deliver(conn, assigned, trial, limit, locked.holding)
             moved = advances(fresh, task.touched)
             noted = None
             if locked.last is not None:
                 noted = RowCounts.summed(
                     full_xids(fresh.facts["xid"], task.next_xid), fresh.facts["events"]
                 )
-            offsets.advance(conn, self._group, positions, moved, noted, self._durable)
+            last = Last(offsets.advance(self._group, positions, moved, noted, self._durable))
+            delivered = self._deliver(conn, assigned, trial, limit, locked.holding, last=last)
+            if not last.sent:
+                trips.run_each(conn, [last.statement])
         events = fresh.events
         outcome = _outcome(task, events, task.events - events, delivered, len(fresh))
         # Only what the target could still lose in a crash is reported.
@@ -291,11 +302,12 @@ class Applier:
         limit: FailureLimit,
         holding: Set[str] = frozenset(),
         due: Sequence[DueTransaction] = (),
+        last: Last | None = None,
     ) -> Handled:
         """Run the handlers of transactions, and settle those that were not applied.
 
         Of new ones, those that a key blocks which a deferred transaction holds, of the hosts `holding`, wait behind it.
-        Retried ones have their rows in `due`, which hold their keys.
+        Retried ones have their rows in `due`, which hold their keys. `last` may be sent with the handlers' statements.
         """
         transactions = assigned.transactions
         histories = [AttemptHistory.of(each.attempts, each.failing_seconds) for each in due]
@@ -305,9 +317,15 @@ class Applier:
             dispositions, keys = self._deferral_rules.split(conn, assigned, holding)
         flowing = transactions.besides(dispositions)
         left = assigned.take(flowing) if dispositions else assigned
-        found = self._handler_runner.handle(conn, left, trial, dict(enumerate(histories)), limit)
+        found = self._handler_runner.handle(
+            conn, left, trial, dict(enumerate(histories)), limit, last
+        )
         braked = store_streaks(conn, self._group, left, found, limit)
         dispositions |= {flowing[index]: disposition for index, disposition in found.items()}
+        if not dispositions and not due:
+            applied = len(transactions)
+            record = self._trace_record(assigned, dispositions, histories)
+            return Handled(applied, applied, braked=tuple(braked), trace_record=record)
         self._deferral_rules.pass_on(conn, assigned, dispositions, due)
         unsettled = self._unsettled(assigned, dispositions, keys, due, histories)
         dead = self._settlement.store(conn, unsettled)
@@ -484,7 +502,7 @@ def _fresh_of(task: Task, locked: offsets.Locked) -> Transactions:
     end = facts["end_lsn"]
     furthest = max(position.applied_lsn for position in locked.positions.values())
     # Usually everything is new, which one comparison finds out.
-    if end[0] > furthest and (seen is None or not seen.any()):
+    if int(end[0]) > furthest and (seen is None or not seen.any()):
         return task.transactions
     fresh = np.zeros(len(end), np.bool_)
     for partitions, here in _by_partitions(task.transactions, task.touched):
@@ -501,16 +519,30 @@ def advances(fresh: Transactions, touched: Sequence[tuple[int, ...]]) -> list[of
     `touched` has the partitions of each tuple of hosts, by the index in `fresh.facts["hosts"]`.
     """
     reached: dict[int, tuple[Lsn, int]] = {}
-    for partitions, here in _by_partitions(fresh, touched):
+    for partitions, last_offset, end_lsn in _ends(fresh, touched):
         # The greatest bigint has no next one.
-        following = max(1, min(int(fresh.facts["last_offset"][here].max()), offsets.LAST - 1) + 1)
-        end = Lsn(fresh.facts["end_lsn"][here].max())
+        following, end = max(1, min(last_offset, offsets.LAST - 1) + 1), Lsn(end_lsn)
         for partition in partitions:
             lsn, next_offset = reached.get(partition, (Lsn(0), 1))
             reached[partition] = (max(lsn, end), max(next_offset, following))
     return [
         offsets.Advance(partition, *position) for partition, position in sorted(reached.items())
     ]
+
+
+def _ends(
+    fresh: Transactions, touched: Sequence[tuple[int, ...]]
+) -> Iterator[tuple[tuple[int, ...], int, int]]:
+    """Yield some partitions, and the last offset and the end of what touches them; each may come several times."""
+    facts = fresh.facts
+    if len(fresh) > FEW:
+        for partitions, here in _by_partitions(fresh, touched):
+            some = facts[here]
+            yield partitions, int(some["last_offset"].max()), int(some["end_lsn"].max())
+        return
+    columns = (facts[name].tolist() for name in ("hosts", "last_offset", "end_lsn"))
+    for hosts, last_offset, end_lsn in zip(*columns, strict=True):
+        yield touched[hosts], last_offset, end_lsn
 
 
 def _reached_lsns(

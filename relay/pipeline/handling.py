@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
@@ -56,15 +56,17 @@ from relay.queues.declared import DeclaredQueues
 from relay.queues.filling import QUEUES, Filling
 from relay.runtime.retry import LONGEST_WAIT_SECONDS
 from relay.runtime.timed import Occupied, Overrun, TimedThreads
-from relay.store import suspects
+from relay.store import suspects, trips
 from relay.store.connections import Connection
 from relay.store.handler_sessions import end_session
-from relay.store.session_settings import users_path
+from relay.store.session_settings import PIN_PATH_LOCALLY, USERS_PATH_LOCALLY, users_path
 
 log = logging.getLogger(__name__)
 
 _OF_QUEUES = RetrySettings(max_wait=30.0)
 """How a transaction waits for a queue that does not exist: for ever, and not long once it does."""
+
+_USERS_PATH, _PIN_PATH = map(trips.BoundStatement, (USERS_PATH_LOCALLY, PIN_PATH_LOCALLY))
 
 Histories = Mapping[int, AttemptHistory]
 """The earlier attempts of transactions, by index."""
@@ -81,6 +83,14 @@ class HandlerFailed(Exception):
         self.handler = handler
         self.suspect: str | None = None
         self.seconds = 0.0
+
+
+@dataclass(slots=True)
+class Last:
+    """The statement that ends a task, and whether it was sent already."""
+
+    statement: trips.BoundStatement
+    sent: bool = False
 
 
 class HandlingMode(Enum):
@@ -237,11 +247,13 @@ class HandlerRunner:
         trial: Trial,
         histories: Histories,
         limit: FailureLimit,
+        last: Last | None = None,
     ) -> Dispositions:
         """Run the transactional handlers; returns the dispositions of the transactions that were not applied, by index.
 
         A transaction that is not applied has no effects in the target. If a handler fails on too many transactions in a
-        row, raises Braked or, if `limit.defers`, defers them.
+        row, raises Braked or, if `limit.defers`, defers them. `last` is sent with the statements of a handler if that
+        is the only one and they are known beforehand: nothing of the user runs after them.
         """
         refused = assigned.refused
         dispositions: Dispositions = {
@@ -252,7 +264,8 @@ class HandlerRunner:
         known = {new: histories[old] for new, old in enumerate(indices) if old in histories}
         # With TOGETHER all transactions are applied or none, so that none can be blocked.
         if trial.mode is HandlingMode.TOGETHER and not limit.defers:
-            found = self._run(conn, deliverable, trial, limit)
+            self._together(conn, deliverable, last)
+            found = {}
         else:
             found = self._apply_reliable(conn, deliverable, trial, known, limit)
         return dispositions | {indices[index]: disposition for index, disposition in found.items()}
@@ -353,8 +366,7 @@ class HandlerRunner:
     ) -> Dispositions:
         match trial.mode:
             case HandlingMode.TOGETHER:
-                self._call(conn, assigned.parts)
-                self._note_success(assigned.parts)
+                self._together(conn, assigned, None)
                 return {}
             case HandlingMode.ISOLATED:
                 return self._isolated(conn, assigned, limit, len(assigned))
@@ -365,6 +377,10 @@ class HandlerRunner:
             case HandlingMode.GUARDED:
                 return self._guarded(conn, assigned, limit, trial)
         assert_never(trial.mode)
+
+    def _together(self, conn: Connection, assigned: Assignment, last: Last | None) -> None:
+        self._call(conn, assigned.parts, last=last)
+        self._note_success(assigned.parts)
 
     def _alone(
         self, conn: Connection, assigned: Assignment, limit: FailureLimit, trial: Trial
@@ -493,20 +509,26 @@ class HandlerRunner:
             return {0: RetryLater(name, reason, LONGEST_WAIT_SECONDS)}
         return {0: DeadLetter(name, reason, holds=self._settings.handlers[name].blocks_key)}
 
-    def _call(self, conn: Connection, parts: Parts, check_constraints: bool = False) -> None:
+    def _call(
+        self,
+        conn: Connection,
+        parts: Parts,
+        check_constraints: bool = False,
+        last: Last | None = None,
+    ) -> None:
         """Run each handler, in the configuration's order, over all of its transactions, under the user's search_path.
 
         With `check_constraints`, deferred constraints are checked after each handler, while it is known which one
         has violated them.
         """
-        if self._transactional.keys().isdisjoint(parts):
+        called = [name for name in self._transactional if name in parts]
+        if not called or (last is not None and self._sent(conn, called, parts, last)):
             return
         with users_path(conn, code=not self._code.isdisjoint(parts)):
             if check_constraints:
                 conn.execute("set constraints all deferred")
-            for name, handler in self._transactional.items():
-                if name not in parts:
-                    continue
+            for name in called:
+                handler = self._transactional[name]
                 if not self._settings.handlers[name].reliable:
                     self._run_loosely(conn, handler, parts[name])
                     continue
@@ -516,6 +538,27 @@ class HandlerRunner:
                         _check_constraints(conn)
                 except Exception as error:
                     raise HandlerFailed(handler) from _cause(conn, error)
+
+    def _sent(self, conn: Connection, called: Sequence[str], parts: Parts, last: Last) -> bool:
+        """Send the statements of the only handler and `last` in one round trip; False if that cannot be."""
+        (name, *others) = called
+        if others or not self._settings.handlers[name].reliable:
+            return False
+        handler = self._transactional[name]
+        try:
+            with self.active_jobs.handler(name):
+                statements = handler.statements(parts[name])
+                if statements is None:
+                    return False
+                trips.run_all(conn, [_USERS_PATH, *statements, _PIN_PATH, last.statement])
+        except trips.TripFailed as failed:
+            if not 1 <= failed.index <= len(statements or ()):
+                raise failed.error from None
+            raise HandlerFailed(handler) from _cause(conn, failed.error)
+        except Exception as error:
+            raise HandlerFailed(handler) from _cause(conn, error)
+        last.sent = True
+        return True
 
     def _apply(self, conn: Connection, handler: handlers.Handler, routed: Routed) -> None:
         """Let a handler apply transactions. Raises its errors, and HandlerTimeout, which has ended the session."""

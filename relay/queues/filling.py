@@ -79,6 +79,9 @@ class Filling:
     def check(self, conn: Connection) -> None:
         """Do nothing: whoever declares a queue is told at once what is wrong."""
 
+    def statements(self, routed: Routed) -> None:
+        """None: the events are loaded by COPY."""
+
     def apply(self, conn: Connection, routed: Routed) -> None:
         """Copy each event, in the current version of its type, into the queues that it matches as it was published.
 

@@ -16,7 +16,7 @@ import pytest
 from relay.model.events import Lsn
 from relay.model.snapshots import RowCounts, Snapshot
 from relay.retention import partitions, schedule
-from relay.store import brakes
+from relay.store import brakes, trips
 from relay.store.brakes import Streak
 from relay.store.connections import Connection, connect
 from relay.store.positions import offsets, sinks, snapshots
@@ -102,7 +102,7 @@ class Stream:
                 lsn = Lsn(self._commits * 100)
                 advances = [offsets.Advance(each, lsn, self._commits) for each in chosen]
                 noted = RowCounts(np.array([10_000 + self._commits]), np.array([1]))
-                offsets.advance(conn, GROUP, locked.positions, advances, noted)
+                trips.run_each(conn, [offsets.advance(GROUP, locked.positions, advances, noted)])
 
     def compare(self, conn: Connection) -> None:
         (link,) = snapshots.chain(conn, GROUP)

@@ -22,7 +22,7 @@ from relay.model.transactions import Transactions
 from relay.pipeline.backfill import _Filler
 from relay.source import hybrid
 from relay.source.stream.receiver import commits_after
-from relay.store import queue_fills
+from relay.store import queue_fills, trips
 from relay.store.connections import connect
 from relay.store.positions import offsets, snapshots
 from tests.outbox import (
@@ -374,7 +374,9 @@ def test_who_waits_for_a_partition_sees_what_was_deferred_meanwhile(outbox: Outb
         pid = second.info.backend_pid
         wait_until(lambda: outbox.value("select cardinality(pg_blocking_pids(%s)) > 0", (pid,)))
         first.execute(DEFER, (group, [deferred_rows]))
-        offsets.advance(first, group, locked.positions, [offsets.Advance(1, Lsn(70), 7)])
+        trips.run_each(
+            first, [offsets.advance(group, locked.positions, [offsets.Advance(1, Lsn(70), 7)])]
+        )
         first.commit()
         locked = waiting.result(30)
     assert locked.positions[1].next_offset == 7

@@ -19,7 +19,7 @@ from psycopg_pool import PoolTimeout
 from relay.faults import FaultAction, RelayError, action_for
 from relay.model.events import Lsn
 from relay.spark.session import Session
-from relay.store import connections, session_settings
+from relay.store import connections, session_settings, trips
 from relay.store.connections import (
     Pool,
     asking,
@@ -275,9 +275,9 @@ def test_of_two_that_follow_one_position_the_key_refuses_the_second(outbox: Outb
         with first.transaction():
             positions = offsets.lock(first, "default", [1], []).positions
         with first.transaction():
-            offsets.advance(first, "default", positions, moves)
+            trips.run_each(first, [offsets.advance("default", positions, moves)])
         with pytest.raises(psycopg.errors.UniqueViolation), second.transaction():
-            offsets.advance(second, "default", positions, moves)
+            trips.run_each(second, [offsets.advance("default", positions, moves)])
 
 
 def test_a_connection_that_is_lost_at_the_commit_is_an_outage(pool: HandlerPool) -> None:

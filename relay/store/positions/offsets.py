@@ -6,6 +6,7 @@ Whoever appends one has locked the partition's row of `relay.group_partitions`, 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, LiteralString
@@ -19,7 +20,7 @@ from relay.faults import ConfigurationError
 from relay.model.events import Lsn
 from relay.model.keys import host_part
 from relay.model.snapshots import RowCounts, Snapshot
-from relay.store import literals
+from relay.store import literals, trips
 from relay.store.brakes import Streak, streaks_of
 from relay.store.literals import codec_of, writable
 from relay.store.positions import snapshots
@@ -86,33 +87,28 @@ _SELECT: LiteralString = """
       from relay.consumer_offsets where group_id = %s and topic_id = %s
 """
 
-_LOCK: LiteralString = """
-    select locked.*, case when partition_id is null then relay.queues_revision(%s) end
-      from relay.lock_positions(%s, %s, %s::int[], %s::text[]) as locked
+_LOCK = b"""
+    select partition_id, number, applied_lsn, snapshot_id, polled_offset, next_offset, snapshot, to_jsonb(holding),
+           streaks, source_epoch, case when partition_id is null then relay.queues_revision($1) end
+      from relay.lock_positions($1, $2::int, $3::int[], $4::text[])
 """
 """The function in FROM has returned before the one in the list is called, so that its lock is held."""
 
-_APPEND = sql.SQL(
-    """
+_APPEND = """
     insert into relay.positions (group_id, topic_id, partition_id, number, applied_lsn, snapshot_id, polled_offset,
                                  next_offset{noted})
-    select %(group)s, %(topic)s, a.partition_id, a.number, a.applied_lsn, a.snapshot_id, a.polled_offset,
-           a.next_offset{notes}
-      from unnest(%(partitions)s::int[], %(numbers)s::bigint[], %(lsns)s::pg_lsn[], %(snapshots)s::bigint[],
-                  %(polled)s::bigint[], %(offsets)s::bigint[])
+    select $1, $2::int, a.partition_id, a.number, a.applied_lsn, a.snapshot_id, a.polled_offset, a.next_offset{notes}
+      from unnest($3::int[], $4::bigint[], $5::pg_lsn[], $6::bigint[], $7::bigint[], $8::bigint[])
            as a (partition_id, number, applied_lsn, snapshot_id, polled_offset, next_offset)
-    returning case when %(durable)s and current_setting('synchronous_commit') not in ('on', 'remote_apply')
+    returning case when $9::bool and current_setting('synchronous_commit') not in ('on', 'remote_apply')
                    then set_config('synchronous_commit', 'on', true) end
-    """
-)
+"""
 _NOTES = """,
-           case when a.partition_id = %(first)s then %(partitions)s::int[] end,
-           case when a.partition_id = %(first)s then %(xids)s::xid8[] end,
-           case when a.partition_id = %(first)s then %(rows)s::int[] end"""
-_APPENDED = _APPEND.format(noted=sql.SQL(""), notes=sql.SQL("")).as_bytes(None)
-_APPENDED_AND_NOTED = _APPEND.format(
-    noted=sql.SQL(", partitions, xids, rows"), notes=sql.SQL(_NOTES)
-).as_bytes(None)
+           case when a.partition_id = $10::int then $3::int[] end,
+           case when a.partition_id = $10::int then $11::xid8[] end,
+           case when a.partition_id = $10::int then $12::int[] end"""
+_APPENDED = _APPEND.format(noted="", notes="").encode()
+_APPENDED_AND_NOTED = _APPEND.format(noted=", partitions, xids, rows", notes=_NOTES).encode()
 
 _Parts = tuple[LiteralString, LiteralString, tuple[LiteralString, ...]]
 PARTITIONS: _Parts = (
@@ -174,24 +170,41 @@ def lock(
     """
     codec = codec_of(conn)
     asked = {writable(host_part(host), codec): host for host in hosts}
-    *rows, (_, _, _, last, _, _, snapshot, holding, streaks, epoch, queues) = conn.execute(
-        _LOCK, (group, group, TOPIC, literals.of_numbers(partitions), literals.of_texts(asked))
-    )
-    positions = {each.partition_id: each for each in _positions(rows)}
+    numbers = literals.of_numbers(partitions)
+    hosts_asked = literals.of_texts(asked)
+    locking = trips.BoundStatement.of(_LOCK, group, TOPIC, numbers, hosts_asked)
+    *rows, of_group = trips.run(conn, locking)
+    positions = {each.partition_id: each for each in map(_position, rows)}
     missing = [partition for partition in partitions if partition not in positions]
     if missing:
         raise ConfigurationError(
             f"group {group!r} has no offsets for partition {missing[0]}: run `relay init`, "
             "or restore the number of partitions that the group began with"
         )
-    newest = None if last is None else ChainLink(last, Snapshot.parse(snapshot))
+    last, snapshot = of_group[3], of_group[6]
+    holding, streaks, epoch, queues = (json.loads(each or "null") for each in of_group[7:])
     return Locked(
         positions,
-        newest,
+        None
+        if last is None or snapshot is None
+        else ChainLink(int(last), Snapshot.parse(snapshot)),
         {asked[host] for host in holding or ()},
         streaks_of(streaks),
         epoch,
         queues,
+    )
+
+
+def _position(row: Sequence[str | None]) -> PartitionPosition:
+    """Read a position from a row of texts that begins with the columns of `_SELECT`."""
+    partition, number, lsn, snapshot, polled, following = (each or "" for each in row[:6])
+    return PartitionPosition(
+        int(partition),
+        int(number),
+        Lsn.parse(lsn),
+        int(snapshot) if snapshot else None,
+        int(polled),
+        int(following),
     )
 
 
@@ -209,14 +222,13 @@ def claim(
 
 
 def advance(
-    conn: psycopg.Connection[Any],
     group: str,
     positions: Mapping[int, PartitionPosition],
     advances: Sequence[Advance],
     noted: RowCounts | None = None,
     durable: bool = True,
-) -> None:
-    """Move partitions forward in the WAL from `positions`, which were read under their lock. No position moves back.
+) -> trips.BoundStatement:
+    """What moves partitions forward in the WAL from `positions`, which were read under their lock. None moves back.
 
     `noted` are the transactions that were applied in them, which polling leaves out; None in mode wal. With `durable`
     the commit waits for the disk, whatever a handler has set for its transaction.
@@ -231,7 +243,7 @@ def advance(
                 next_offset=max(former.next_offset, each.next_offset),
             )
         )
-    _append(conn, group, moved, noted, durable)
+    return _append(group, moved, noted, durable)
 
 
 def polled(
@@ -257,35 +269,29 @@ def polled(
                 next_offset=max(former.next_offset, min(end, LAST - 1) + 1),
             )
         )
-    _append(conn, group, moved, None, durable)
+    trips.run_each(conn, [_append(group, moved, None, durable)])
 
 
 def _append(
-    conn: psycopg.Connection[Any],
-    group: str,
-    moved: Sequence[PartitionPosition],
-    noted: RowCounts | None,
-    durable: bool,
-) -> None:
-    """Append a position to each partition, after the one that `moved` was made from."""
-    bound = {
-        "group": group,
-        "topic": TOPIC,
-        "partitions": literals.of_numbers(each.partition_id for each in moved),
-        "numbers": literals.of_numbers(each.number + 1 for each in moved),
-        "lsns": literals.of_texts([str(each.applied_lsn) for each in moved]),
-        "snapshots": literals.of_values(each.snapshot_id for each in moved),
-        "polled": literals.of_numbers(each.polled_offset for each in moved),
-        "offsets": literals.of_numbers(each.next_offset for each in moved),
-        "durable": durable,
-    }
+    group: str, moved: Sequence[PartitionPosition], noted: RowCounts | None, durable: bool
+) -> trips.BoundStatement:
+    """What appends a position to each partition, after the one that `moved` was made from."""
+    values: list[str | int | None] = [
+        group,
+        TOPIC,
+        literals.of_numbers(each.partition_id for each in moved),
+        literals.of_numbers(each.number + 1 for each in moved),
+        literals.of_texts([str(each.applied_lsn) for each in moved]),
+        literals.of_values(each.snapshot_id for each in moved),
+        literals.of_numbers(each.polled_offset for each in moved),
+        literals.of_numbers(each.next_offset for each in moved),
+        durable,
+    ]
     if noted is None:
-        conn.execute(_APPENDED, bound)
-        return
-    bound["first"] = moved[0].partition_id
-    bound["xids"] = literals.of_numbers(noted.xids.tolist())
-    bound["rows"] = literals.of_numbers(noted.rows.tolist())
-    conn.execute(_APPENDED_AND_NOTED, bound)
+        return trips.BoundStatement.of(_APPENDED, *values)
+    first, xids, rows = moved[0].partition_id, noted.xids.tolist(), noted.rows.tolist()
+    values += [first, literals.of_numbers(xids), literals.of_numbers(rows)]
+    return trips.BoundStatement.of(_APPENDED_AND_NOTED, *values)
 
 
 def complete(
