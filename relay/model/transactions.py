@@ -136,6 +136,9 @@ class Rows:
 
     def portions(self, count: int, size: int) -> Iterator[Rows]:
         """Yield the rows, in order, in portions of `count` rows, or of fewer rows with at least `size` bytes."""
+        if len(self.data) <= size and 0 < len(self) <= count:
+            yield self
+            return
         cumulative = np.cumsum(self.sizes)
         first = 0
         while first < len(self):

@@ -273,6 +273,11 @@ class RowDecoder:
         if index == self._last:
             # No time or note ends with the octet of a null. The walk over all columns would cost as much as all other
             # work.
+            if len(rows) < FEW_ROWS:
+                data, ends = rows.data, rows.ends.tolist()
+                return np.array(
+                    [n for n, end in enumerate(ends) if data[end - 1] != NULL], np.int64
+                )
             return np.flatnonzero(np.frombuffer(rows.data, np.uint8)[rows.ends - 1] != NULL)
         return np.flatnonzero(~Walked(rows, (index,)).absent(index))
 

@@ -255,9 +255,12 @@ class BatchRouter:
 
     def delivery_times(self, transactions: Transactions) -> dict[int, datetime]:
         """The transactions with a time of delivery (`deliver_at`), by index, with the latest of their times."""
-        ends = np.cumsum(transactions.facts["events"])
         found: dict[int, datetime] = {}
-        for row, value in self._present(transactions, "deliver_at"):
+        present = list(self._present(transactions, "deliver_at"))
+        if not present:
+            return found
+        ends = np.cumsum(transactions.facts["events"])
+        for row, value in present:
             moment = moment_of(value)
             index = int(np.searchsorted(ends, row, side="right"))
             found[index] = max(moment, found.get(index, moment))

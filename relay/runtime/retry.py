@@ -58,7 +58,11 @@ class RetryUntilSuccess:
 
     def __call__(self, call: Callable[..., Result], *arguments: object) -> Result:
         """Return the result of the call. Raises its lasting faults."""
-        result = self._retrying(call, *arguments)
+        try:
+            # Nearly every call is done here, which costs nothing.
+            result = call(*arguments)
+        except Exception as error:
+            result = self._retrying(_raising_first(error, call), *arguments)
         self._condition.works()
         return result
 
@@ -71,3 +75,15 @@ class RetryUntilSuccess:
         error = state.outcome.exception() if state.outcome else None
         if error is not None:
             self._failed(error)
+
+
+def _raising_first(error: Exception, call: Callable[..., Result]) -> Callable[..., Result]:
+    """The call, which at first raises the error that it has raised already."""
+    errors = [error]
+
+    def again(*arguments: object) -> Result:
+        if errors:
+            raise errors.pop()
+        return call(*arguments)
+
+    return again

@@ -46,17 +46,17 @@ def _element(value: object) -> str:
     return f'"{escaped}"'
 
 
-_COMPLETE = frozenset({"UTF8", "SQL_ASCII"})
+_COMPLETE = frozenset({b"UTF8", b"SQL_ASCII"})
 """Encodings that accept every text."""
 
 
 def codec_of(conn: psycopg.Connection[Any]) -> str | None:
     """Return Python's name for the encoding of the database; None if that accepts every text."""
-    name = conn.info.parameter_status("server_encoding")
+    name = conn.pgconn.parameter_status(b"server_encoding")
     if name is None or name in _COMPLETE:
         return None
     try:
-        return pg2pyenc(name.encode())
+        return pg2pyenc(name)
     except psycopg.NotSupportedError:
         return "ascii"
 
