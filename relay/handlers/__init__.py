@@ -30,7 +30,7 @@ class Handler(Protocol):
         """Raise ConfigurationError if the handler cannot work on this database."""
 
     def statements(self, routed: Routed) -> Sequence[BoundStatement] | None:
-        """What `apply` would run, if these are a few statements that are known beforehand; otherwise None."""
+        """What `apply` would run for few events, if that is known beforehand; otherwise None."""
 
     def apply(self, conn: Connection, routed: Routed) -> None:
         """Apply transactions, in order. May raise any error: `relay.faults` decides what it means."""

@@ -101,18 +101,15 @@ class SqlEvent:
         statements.parse(conn, self._key, self._numbered, self._parameters)
         statements.explain(conn, self._key, self._statement, dict.fromkeys(self._names))
 
-    def statements(self, routed: Routed) -> Sequence[trips.BoundStatement] | None:
-        """The statement of each event, with its values, where there are few; None for many."""
-        if routed.events > FEW_EVENTS:
-            return None
+    def statements(self, routed: Routed) -> Sequence[trips.BoundStatement]:
+        """The statement of each event, with its values."""
         of_events = [trips.BoundStatement(self._sent, values) for values in self._values(routed)]
         return [*of_events, causes.END] if self._publishes else of_events
 
     def apply(self, conn: Connection, routed: Routed) -> None:
         """Run the statement for every event, in order."""
-        few = self.statements(routed)
-        if few is not None:
-            trips.run_each(conn, few)
+        if routed.events <= FEW_EVENTS:
+            trips.run_each(conn, self.statements(routed))
         elif self._names:
             self._call(conn, routed)
         else:

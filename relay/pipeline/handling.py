@@ -36,6 +36,7 @@ from relay.faults import (
     timed_out,
     transaction_ended,
 )
+from relay.handlers import sql
 from relay.model.dispositions import (
     BLOCKED,
     NEW,
@@ -252,8 +253,8 @@ class HandlerRunner:
         """Run the transactional handlers; returns the dispositions of the transactions that were not applied, by index.
 
         A transaction that is not applied has no effects in the target. If a handler fails on too many transactions in a
-        row, raises Braked or, if `limit.defers`, defers them. `last` is sent with the statements of a handler if that
-        is the only one and they are known beforehand: nothing of the user runs after them.
+        row, raises Braked or, if `limit.defers`, defers them. `last` may be sent with what is sent here last: nothing
+        of the user runs after that.
         """
         refused = assigned.refused
         dispositions: Dispositions = {
@@ -524,7 +525,8 @@ class HandlerRunner:
         called = [name for name in self._transactional if name in parts]
         if not called or (last is not None and self._sent(conn, called, parts, last)):
             return
-        with users_path(conn, code=not self._code.isdisjoint(parts)):
+        then = None if last is None else last.statement
+        with users_path(conn, not self._code.isdisjoint(parts), then):
             if check_constraints:
                 conn.execute("set constraints all deferred")
             for name in called:
@@ -538,11 +540,14 @@ class HandlerRunner:
                         _check_constraints(conn)
                 except Exception as error:
                     raise HandlerFailed(handler) from _cause(conn, error)
+        if last is not None:
+            last.sent = True
 
     def _sent(self, conn: Connection, called: Sequence[str], parts: Parts, last: Last) -> bool:
         """Send the statements of the only handler and `last` in one round trip; False if that cannot be."""
         (name, *others) = called
-        if others or not self._settings.handlers[name].reliable:
+        is_reliable = self._settings.handlers[name].reliable
+        if others or not is_reliable or parts[name].events > sql.FEW_EVENTS:
             return False
         handler = self._transactional[name]
         try:

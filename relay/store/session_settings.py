@@ -49,6 +49,7 @@ from psycopg.pq import ExecStatus
 
 from relay.faults import ConfigurationError, server_error
 from relay.runtime.adapters import own_adapters
+from relay.store.trips import BoundStatement, run_each
 
 SEARCH_PATH = "pg_catalog, pg_temp"
 """Names without a schema mean PostgreSQL's own objects: others could run code of whoever may create objects.
@@ -130,11 +131,14 @@ USERS_PATH_LOCALLY = b"set local search_path to default"
 """Begins the user's search_path, which is that of connection string, role, database or server, for this transaction."""
 PIN_PATH_LOCALLY = f"set local search_path = {SEARCH_PATH}".encode()
 """Ends it."""
-_RELAYS_AGAIN = PIN_PATH_LOCALLY + (
-    b"; reset session authorization; reset role; select set_config('session_replication_role', 'origin', true)"
-    b" where current_setting('session_replication_role') <> 'origin'"
+_RELAYS_AGAIN = (
+    PIN_PATH_LOCALLY,
+    b"reset session authorization",
+    b"reset role",
+    b"select set_config('session_replication_role', 'origin', true)"
+    b" where current_setting('session_replication_role') <> 'origin'",
 )
-"""Ends it, and what code of the user may have set for the policies and triggers of its tables."""
+"""End it, and what code of the user may have set for the policies and triggers of its tables."""
 
 _DURABLE = (
     "case when current_setting('synchronous_commit') not in ('on', 'remote_apply') then {} end"
@@ -224,16 +228,19 @@ def restoring(conn: psycopg.Connection[Any]) -> bytes:
 
 
 @contextmanager
-def users_path(conn: psycopg.Connection[Any], code: bool = False) -> Iterator[None]:
+def users_path(
+    conn: psycopg.Connection[Any], code: bool = False, then: BoundStatement | None = None
+) -> Iterator[None]:
     """Let names mean what they mean to the user, in the block and in the open transaction.
 
     With `code` the block runs code of the user, which may set a role: relay's own statements after it run as relay
-    again. If the block raises, its caller rolls back, at least to a savepoint, which ends path and role too. Raises
-    psycopg.Error.
+    again, and `then` in the same round trip. If the block raises, its caller rolls back, at least to a savepoint, which
+    ends path and role too. Raises psycopg.Error.
     """
     _run(conn, USERS_PATH_LOCALLY)
     yield
-    _run(conn, _RELAYS_AGAIN if code else PIN_PATH_LOCALLY)
+    ending = [BoundStatement(each) for each in (_RELAYS_AGAIN if code else _RELAYS_AGAIN[:1])]
+    run_each(conn, [*ending, then] if then else ending)
 
 
 def _run(conn: psycopg.Connection[Any], command: bytes) -> None:

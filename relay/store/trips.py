@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import select
 from collections.abc import Sequence
-from contextlib import suppress
-from itertools import count
+from secrets import token_hex
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -47,7 +46,6 @@ class _Sessions:
         self._names: WeakKeyDictionary[psycopg.Connection[Any], dict[bytes, bytes]] = (
             WeakKeyDictionary()
         )
-        self._numbers = count(1)
         self._prepares = True
 
     def prepared_in(self, conn: psycopg.Connection[Any]) -> dict[bytes, bytes] | None:
@@ -57,9 +55,6 @@ class _Sessions:
         if names is None:
             names = self._names[conn] = {}
         return names
-
-    def new_name(self) -> bytes:
-        return b"relay_%d" % next(self._numbers)
 
     def note_loss(self) -> None:
         self._prepares = False
@@ -114,9 +109,11 @@ def run_all(conn: psycopg.Connection[Any], statements: Sequence[BoundStatement])
         try:
             results = _exchange(conn, pgconn, [*first, *statements])
         finally:
-            # Fails where results are still to come: the connection is lost.
-            with suppress(psycopg.Error):
+            try:
                 pgconn.exit_pipeline_mode()
+            except psycopg.Error:
+                # Results are still to come: the connection is lost, or is to be.
+                pgconn.finish()
     for index, result in enumerate(results):
         if result.status not in _DONE:
             error = server_error(result)
@@ -141,26 +138,32 @@ def _exchange(
         name = names.get(text) or new.get(text)
         prepares.append(name is None)
         if name is None:
-            name = new[text] = _sessions.new_name()
+            # Random, since a pooler may give a session with such statements to the next client.
+            name = new[text] = b"relay_" + token_hex(8).encode()
             pgconn.send_prepare(name, text)
         pgconn.send_query_prepared(name, values)
     pgconn.pipeline_sync()
     poll = select.poll()
     _flush(pgconn, poll)
     poll.register(pgconn.socket, select.POLLIN)
-    results = []
-    for (text, _), prepared_now in zip(statements, prepares, strict=True):
-        failure = None
-        if prepared_now:
+    results: list[PGresult] = []
+    try:
+        for (text, _), prepared_now in zip(statements, prepares, strict=True):
+            failure = None
+            if prepared_now:
+                result = _result(pgconn, poll)
+                if result.status == ExecStatus.COMMAND_OK and names is not None:
+                    names[text] = new[text]
+                else:
+                    failure = result
             result = _result(pgconn, poll)
-            if result.status == ExecStatus.COMMAND_OK and names is not None:
-                names[text] = new[text]
-            else:
-                failure = result
-        result = _result(pgconn, poll)
-        results.append(failure or result)
-    # The answer to the Sync.
-    _next(pgconn, poll)
+            results.append(failure or result)
+        # The answer to the Sync.
+        _next(pgconn, poll)
+    except psycopg.OperationalError:
+        # The server may have said why it ends the session.
+        if all(each.status in _DONE for each in results):
+            raise
     return results
 
 

@@ -85,6 +85,16 @@ def test_a_statement_that_the_session_has_lost(
     assert outbox.column("select n from numbers") == [3, 4]
 
 
+def test_why_the_server_ended_the_session_is_told(
+    outbox: Outbox, conn: psycopg.Connection[Any]
+) -> None:
+    ending = BoundStatement(b"select pg_terminate_backend(pg_backend_pid())")
+    with pytest.raises(psycopg.errors.AdminShutdown):
+        trips.run_each(conn, [number(b"1"), ending, number(b"2")])
+    assert conn.broken
+    assert not outbox.column("select n from numbers")
+
+
 def test_a_handler_that_deallocates_all_of_its_session(outbox: Outbox) -> None:
     settings = outbox.settings(
         handlers={"python": {"type": "python", "callable": "tests.callables:deallocating"}},
