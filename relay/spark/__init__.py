@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from pyspark.sql import DataFrame, SparkSession
@@ -58,4 +58,28 @@ def position_of(path: str, storage_options: Mapping[str, str] | None = None) -> 
     return found(path, storage_options)
 
 
-__all__ = ["append_to", "java_home", "position_of", "register"]
+def position(options: Mapping[str, str]) -> str:
+    """Return the position of all that is committed in an outbox: `fromSnapshot` or `toSnapshot` of a batch.
+
+    `options` are those of a batch of `format("outbox")`. Raises RelayError, also for a role that may keep no position.
+    """
+    from relay.spark.jdbc_reads import position as found
+
+    return found(options)
+
+
+def read(
+    spark: SparkSession, options: Mapping[str, str], columns: Sequence[str] | None = None
+) -> DataFrame:
+    """Return the rows of a batch of `format("outbox")` with the same `options`, in no order, and faster.
+
+    The range is fixed by this call. Where the session has PostgreSQL's JDBC driver, Spark's JDBC source reads it, else
+    the data source does; `columns` are those that the frame has, all of them without. Raises RelayError; so does, as an
+    error of Spark, an action for which retention has removed rows of the range, or on a server with another history.
+    """
+    from relay.spark.jdbc_reads import read as found
+
+    return found(spark, options, columns)
+
+
+__all__ = ["append_to", "java_home", "position", "position_of", "read", "register"]

@@ -52,7 +52,7 @@ from relay.faults import ConfigurationError, RelayError, first_line
 from relay.model import headers
 from relay.model.events import SQL_TYPES
 from relay.model.snapshots import Snapshot
-from relay.retention.lost_events import lost_after
+from relay.retention.lost_events import lost_after, removals
 from relay.retention.reader_positions import note_reader
 from relay.source.outbox.differences import Difference, cut
 from relay.source.server import durable_position, is_standby
@@ -170,13 +170,25 @@ def wanted_columns(given: StructType, full: StructType) -> tuple[str, ...]:
     return names
 
 
-class RowsPartition(InputPartition):
-    """The input of one task. Of what comes after the position `since`, nothing may be removed before it is read."""
+@dataclass(frozen=True, slots=True)
+class ReadFrom:
+    """Of what comes after the position `since`, nothing may be removed before it is read.
 
-    def __init__(self, portion: TaskPortion, dsn: DatabaseAccess, since: Snapshot) -> None:
+    `removals` numbers what had been removed when a batch was planned, which one from the beginning does not miss; None
+    for a stream, and where a batch need not ask later, or cannot.
+    """
+
+    since: Snapshot
+    removals: tuple[int, ...] | None = None
+
+
+class RowsPartition(InputPartition):
+    """The input of one task."""
+
+    def __init__(self, portion: TaskPortion, dsn: DatabaseAccess, kept: ReadFrom) -> None:
         super().__init__(None)
         self.portion = portion
-        self.since = since
+        self.kept = kept
         # Spark pickles the reader of a stream once, and each partition when it is planned: with the newest secrets.
         self.dsn = dsn
 
@@ -192,17 +204,11 @@ class DifferenceReader(DataSourceReader):
     def partitions(self) -> Sequence[InputPartition]:
         options = self._options
         with (
-            _one_line(options),
+            one_line(options),
             connect(options.dsn, application_name="relay spark") as conn,
         ):
             columns(conn, options.table, self._names)
-            seen = durable_position(conn).snapshot
-            before, after = options.from_snapshot, options.to_snapshot or QueryPosition(seen)
-            before = _opened(conn, options, "fromSnapshot", before, seen)
-            after = _opened(conn, options, "toSnapshot", after, seen)
-            if options.fail_on_data_loss:
-                _require_proven(conn, "fromSnapshot", before)
-            return _partitions(conn, options, before, after, before.snapshot)
+            return planned_batch(conn, options)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         if not isinstance(partition, RowsPartition):
@@ -241,7 +247,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def initialOffset(self) -> dict[str, str]:  # noqa: N802
         options, position = self._options, self._options.starting
-        with _one_line(options):
+        with one_line(options):
             if position is None:
                 position = self._on_session(self._positions.now)
             elif not position.is_proven and options.fail_on_data_loss:
@@ -254,7 +260,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return ReadAllAvailable() if most is None else ReadMaxRows(most)
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
-        with _one_line(self._options):
+        with one_line(self._options):
             self._positions.target = self._on_session(durable_position).snapshot
 
     def latestOffset(self, start: dict[str, str], limit: ReadLimit) -> dict[str, str]:  # noqa: N802
@@ -267,12 +273,12 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             seen, elsewhere = durable_position(conn), self._is_elsewhere(start)
             return *positions.advance(conn, position, seen, elsewhere, most), seen.snapshot
 
-        with _one_line(self._options):
+        with one_line(self._options):
             end, count, seen = self._on_session(advance)
             if not self._noted:
                 # Retention must keep the query's first position too.
                 self.commit(start)
-            self._on_session(lambda conn: _require_kept(conn, self._options, since))
+            self._on_session(lambda conn: _require_kept(conn, self._options, ReadFrom(since)))
             positions.note_kept()
         self._end, self._ahead = end, Difference(end.snapshot, seen)
         return _offset(end, self._origin) if count else start
@@ -303,7 +309,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         before, after = QueryPosition.of(start), QueryPosition.of(end)
         if before.snapshot == after.snapshot:
             return []
-        with _one_line(self._options):
+        with one_line(self._options):
             # A query that begins again repeats its last micro-batch before it asks for another offset.
             self._connected()
             elsewhere, since = self._is_elsewhere(end), self._positions.since(before.snapshot)
@@ -311,7 +317,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 lambda conn: self._positions.shown(conn, before, after, elsewhere)
             )
             return self._on_session(
-                lambda conn: _partitions(conn, self._options, before, shown, since)
+                lambda conn: _partitions(conn, self._options, before, shown, ReadFrom(since))
             )
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -321,16 +327,9 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def commit(self, end: dict[str, str]) -> None:
         """Let retention remove the events that a query with a `reader` name has read."""
         if self._options.reader is not None:
-            reader, outbox = self._options.reader, ".".join(self._options.table.name)
-            with _one_line(self._options):
+            with one_line(self._options):
                 self._connected()
-            try:
-                self._on_session(lambda conn: note_reader(conn, reader, end["snapshot"], outbox))
-            except psycopg.Error as error:
-                raise RelayError(
-                    f"option reader: its position cannot be stored: {first_line(error)}: run `relay init`, and read "
-                    "the primary with a role that may write relay.readers, such as `relay`"
-                ) from None
+                self._on_session(lambda conn: _note(conn, self._options, end["snapshot"]))
         self._noted = True
 
     def stop(self) -> None:
@@ -387,7 +386,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
 
 @contextmanager
-def _one_line(options: Options) -> Iterator[None]:
+def one_line(options: Options) -> Iterator[None]:
     """Turn PostgreSQL's errors into a RelayError of one line: the option, what is wrong, what to do."""
     try:
         yield
@@ -470,23 +469,49 @@ def _require_proven(conn: psycopg.Connection[Any], option: str, position: QueryP
     )
 
 
-def _require_kept(conn: psycopg.Connection[Any], options: Options, position: Snapshot) -> None:
-    """Raise RelayError where retention has removed events after a position, unless the option allows it."""
+def _require_kept(conn: psycopg.Connection[Any], options: Options, kept: ReadFrom) -> None:
+    """Raise RelayError where retention has removed events that are to be read, unless the option allows it."""
     if not options.fail_on_data_loss:
         return
     outbox = ".".join(options.table.name)
-    loss = lost_after(conn, outbox, position)
+    loss = lost_after(conn, outbox, kept.since, kept.removals)
     if loss is None:
         return
     what = f"events up to transaction {loss.xid}"
     has = "has removed"
     if not loss.is_certain:
         what, has = f"events of transaction {loss.xid}, which was open then", "may have removed"
-    raise RelayError(
-        f"option failOnDataLoss: retention {has} {what}, from {outbox}, which come after this query's position "
-        f"{position}: begin with a new checkpoint, or set the option to false to go on without them; the option reader "
-        "makes retention keep what a stream has not read"
+    raise RelayError(removed_line(outbox, kept, what, has))
+
+
+def removed_line(
+    outbox: str, kept: ReadFrom, what: str = "events", has: str = "has removed"
+) -> str:
+    """The line that says that a query has missed rows."""
+    which, again = (
+        ("while this query read it", "read again")
+        if kept.since.is_beginning
+        else (f"which come after this query's position {kept.since}", "begin with a new checkpoint")
     )
+    return (
+        f"option failOnDataLoss: retention {has} {what}, from {outbox}, {which}: {again}, or set the option to false "
+        "to go on without them; the option reader makes retention keep what a query has not read"
+    )
+
+
+def _note(conn: psycopg.Connection[Any], options: Options, snapshot: str) -> None:
+    """Let retention hold what comes after a snapshot, if the query has a `reader` name."""
+    if options.reader is None:
+        return
+    try:
+        note_reader(conn, options.reader, snapshot, ".".join(options.table.name))
+    except psycopg.OperationalError:
+        raise
+    except psycopg.Error as error:
+        raise RelayError(
+            f"option reader: its position cannot be stored: {first_line(error)}: run `relay init`, and read "
+            "the primary with a role that may write relay.readers, such as `relay`"
+        ) from None
 
 
 def _rows(
@@ -503,8 +528,25 @@ def _rows(
         options.partitions,
         condition,
         names,
-        lambda conn: _require_kept(conn, options, partition.since),
+        lambda conn: _require_kept(conn, options, partition.kept),
     )
+
+
+def planned_batch(conn: psycopg.Connection[Any], options: Options) -> list[RowsPartition]:
+    """The input of a batch's tasks: the one place that plans a range. Raises RelayError, psycopg.Error."""
+    seen = durable_position(conn).snapshot
+    before, after = options.from_snapshot, options.to_snapshot or QueryPosition(seen)
+    before = _opened(conn, options, "fromSnapshot", before, seen)
+    after = _opened(conn, options, "toSnapshot", after, seen)
+    if options.fail_on_data_loss:
+        _require_proven(conn, "fromSnapshot", before)
+    _note(conn, options, str(before.snapshot))
+    removed = None
+    # Of a part of all that there is, what retention removes may be what is not read.
+    is_part = before.snapshot.is_beginning and options.ranges
+    if options.fail_on_data_loss and not is_part:
+        removed = removals(conn, ".".join(options.table.name))
+    return _partitions(conn, options, before, after, ReadFrom(before.snapshot, removed))
 
 
 def _partitions(
@@ -512,18 +554,18 @@ def _partitions(
     options: Options,
     before: QueryPosition,
     after: QueryPosition,
-    since: Snapshot,
-) -> list[InputPartition]:
-    """The input of the tasks; `since` is a position from which on nothing may be missing."""
+    kept: ReadFrom,
+) -> list[RowsPartition]:
+    """The input of the tasks."""
     # The rows that are looked up here are those that the tasks read: a replica may lag.
     wait_until_visible(conn, after.snapshot, after.witness)
     divide = by_host if options.ordered else by_xid
     between = Difference(before.snapshot, after.snapshot)
     portions = divide(conn, options.table, between, options.partitions)
     # Afterwards: rows that were removed before have no task that could miss them.
-    _require_kept(conn, options, since)
+    _require_kept(conn, options, replace(kept, removals=None))
     return [
-        RowsPartition(replace(portion, witness=after.witness), options.dsn, since)
+        RowsPartition(replace(portion, witness=after.witness), options.dsn, kept)
         for portion in portions
     ]
 

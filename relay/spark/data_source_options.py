@@ -29,7 +29,7 @@ NAMES = (
 )
 _ONLY = {
     "batch": ("fromSnapshot", "toSnapshot", "fromTime", "toTime", "fromOffset", "toOffset"),
-    "stream": ("startingPosition", "maxEventsPerTrigger", "reader"),
+    "stream": ("startingPosition", "maxEventsPerTrigger"),
 }
 _FORMS = {
     "columns": 'must name the column of each field, such as {"payload": "body"}',
@@ -61,7 +61,7 @@ class Options:
     """Where a new query begins; None for now."""
     max_events: int | None
     reader: str | None
-    """The name under which retention keeps the events that a stream has not read."""
+    """The name under which retention keeps the events that a query has not read."""
     fail_on_data_loss: bool
     """Whether a query fails where retention has removed events that it had still to read."""
 

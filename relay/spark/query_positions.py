@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from uuid import UUID
 
@@ -97,6 +97,18 @@ def newest_witness(conn: Connection) -> Witness:
     return found
 
 
+def witness_of(
+    conn: Connection, snapshot: Snapshot, suffices: Callable[[Witness], bool] = lambda _: False
+) -> Witness:
+    """A witness that proves a snapshot, or one that suffices: there is one within 0.2 s. Raises as `newest_witness`."""
+    deadline = time.monotonic() + TASK_SECONDS
+    while True:
+        newest = newest_witness(conn)
+        if newest.proves(snapshot) or suffices(newest):
+            return newest
+        _wait_until(deadline)
+
+
 def known_here(conn: Connection, snapshot: Snapshot) -> str:
     """A position as somebody writes it who knows that a snapshot is of this server. Raises as `newest_witness`."""
     return str(QueryPosition(snapshot, newest_witness(conn).id))
@@ -167,14 +179,13 @@ class StreamPositions:
         seen = position.snapshot
         if not self.keeps:
             return QueryPosition(seen)
-        deadline = time.monotonic() + TASK_SECONDS
-        while True:
-            newest = newest_witness(conn)
-            # A standby has to take the newest that there is.
-            is_newest = position.at is None and not self._has_rows(conn, newest.snapshot, seen)
-            if newest.proves(seen) or is_newest:
-                return QueryPosition(newest.snapshot, newest.id)
-            _wait_until(deadline)
+        # A standby has to take the newest that there is.
+        newest = witness_of(
+            conn,
+            seen,
+            lambda newest: position.at is None and not self._has_rows(conn, newest.snapshot, seen),
+        )
+        return QueryPosition(newest.snapshot, newest.id)
 
     def _has(
         self, conn: Connection, position: QueryPosition, seen: SourcePosition, elsewhere: bool

@@ -270,10 +270,10 @@ def columns(
             )
         _require_named(table, known)
         # Refuses what the tasks could not read: rights, and types that are none of the field's.
-        values = _values(table, known, 1, table.columns if names is None else names)
+        wanted = values(table, known, 1, table.columns if names is None else names)
         conn.execute(
             sql.SQL("select {} from {} limit 0").format(
-                sql.SQL(", ").join([XID, *values]), table.identifier
+                sql.SQL(", ").join([XID, *wanted]), table.identifier
             ),
             prepare=False,
         )
@@ -302,19 +302,19 @@ def _require_named(table: MappedTable, known: Collection[str]) -> None:
         raise RelayError(f"headers: {name} has no column {missing[0]}: name one that it has")
 
 
-def _values(
+def values(
     table: MappedTable, known: Collection[str], partitions: int, names: Sequence[str]
 ) -> list[sql.Composable]:
     """The expressions of the columns of `names`; those of the headers, one each, are the last ones."""
     computed = {INSERTED_BY: XID, PARTITION: partition_of(table.mapping["host_id"], partitions)}
-    values = [
+    found = [
         expression(name, table.mapping[name], known) if name in table.mapping else computed[name]
         for name in names
         if name != headers.FIELD
     ]
     if headers.FIELD in names:
-        values += [sql.Identifier(table.mapping[headers.PREFIX + name]) for name in table.headers]
-    return values
+        found += [sql.Identifier(table.mapping[headers.PREFIX + name]) for name in table.headers]
+    return found
 
 
 def _statement(
@@ -327,11 +327,7 @@ def _statement(
 ) -> sql.Composed:
     where: list[sql.Composable] = [condition(portion.between)]
     if portion.xids is not None:
-        low, high = portion.xids
-        ranged = sql.SQL("{0} >= {1}::xid8 and {0} < {2}::xid8").format(XID, str(low), str(high))
-        where.append(
-            sql.SQL("({} or {} is null)").format(ranged, XID) if portion.unmarked else ranged
-        )
+        where.append(xid_range(portion))
     if portion.commits is not None:
         own = sql.SQL("{} = any({}::xid8[])").format(XID, sql.Literal(portion.commits))
         where.append(sql.SQL("({} or {} is null)").format(own, XID) if portion.unmarked else own)
@@ -348,11 +344,18 @@ def _statement(
     ).format(
         delimiter=sql.Literal(_DELIMITER),
         quote=sql.Literal(_QUOTE),
-        values=sql.SQL(", ").join(_values(table, known, partitions, names)),
+        values=sql.SQL(", ").join(values(table, known, partitions, names)),
         table=table.identifier,
         where=sql.SQL(" and ").join(where),
         order=order if portion.xids is None else sql.SQL(""),
     )
+
+
+def xid_range(portion: TaskPortion) -> sql.Composable:
+    """The condition on the c_xid of a portion of `by_xid`."""
+    low, high = portion.xids or (0, 0)
+    ranged = sql.SQL("{0} >= {1}::xid8 and {0} < {2}::xid8").format(XID, str(low), str(high))
+    return sql.SQL("({} or {} is null)").format(ranged, XID) if portion.unmarked else ranged
 
 
 def expression(field: str, column: str, known: Collection[str]) -> sql.Composable:

@@ -7,6 +7,7 @@ apache/spark#22207 (SPARK-25214), delta-io/delta#6395.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -158,6 +159,43 @@ def test_rows_that_are_removed_while_a_micro_batch_is_read_fail_its_tasks(kept: 
         with pytest.raises(RelayError, match="failOnDataLoss"):
             list(reader.read(part))
     query.stop()
+
+
+def batch_rows(kept: Outbox, parts: Sequence[Any], **options: str) -> int:
+    reader = DifferenceReader(parse({"dsn": kept.jobs_dsn, **options}, "batch"))
+    return sum(len(batch) for part in parts for batch in reader.read(part))
+
+
+def planned(kept: Outbox, dsn: str, **options: str) -> Sequence[Any]:
+    given = {"dsn": dsn, "partitions": "2", **options}
+    return DifferenceReader(parse(given, "batch")).partitions()
+
+
+def test_rows_that_are_removed_while_a_batch_is_read_fail_its_tasks(kept: Outbox) -> None:
+    """From the beginning too, where what was removed before it began is not missed."""
+    kept.fill(1)
+    remove(kept)
+    kept.fill(2)
+    whole = planned(kept, kept.jobs_dsn)
+    part = {"fromTime": "2000-01-01T00:00:00+00:00"}
+    some = planned(kept, kept.jobs_dsn, **part)
+    assert batch_rows(kept, whole) == batch_rows(kept, some, **part) == 10
+    remove(kept)
+    for each in whole:
+        with pytest.raises(RelayError, match="while this query read it: read again"):
+            batch_rows(kept, [each])
+    assert batch_rows(kept, some, **part) == 0
+    assert batch_rows(kept, planned(kept, kept.jobs_dsn)) == 0
+
+
+def test_a_batch_with_a_name_holds_what_it_has_to_read(kept: Outbox) -> None:
+    before = position(kept)
+    kept.fill(2)
+    parts = planned(kept, kept.relay_dsn, fromSnapshot=before, reader="nightly")
+    assert remove(kept) == 0
+    assert batch_rows(kept, parts) == 10
+    planned(kept, kept.relay_dsn, fromSnapshot=position(kept), reader="nightly")
+    assert remove(kept) > 0
 
 
 def test_told_to_go_on_a_query_reads_what_is_left_once(kept: Outbox) -> None:

@@ -85,7 +85,6 @@ def test_a_wrong_option_is_one_line(options: dict[str, str], message: str) -> No
         ("fromTime", "stream"),
         ("toSnapshot", "stream"),
         ("tooffset", "stream"),
-        ("reader", "batch"),
         ("startingPosition", "batch"),
         ("maxEventsPerTrigger", "batch"),
     ],
