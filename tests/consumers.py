@@ -613,7 +613,7 @@ class SparkSink(Threads):
 
 
 def _seek_sink(settings: Settings, name: str) -> None:
-    sinks.seek(settings, name, sinks.plan_seek(settings, name, "beginning").goal, False, None)
+    sinks.seek(settings, name, to="beginning")
 
 
 LIGHT: tuple[type[Consumer], ...] = (

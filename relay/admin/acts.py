@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib import import_module
 from inspect import Parameter, cleandoc, signature
-from typing import Any
+from typing import Annotated, Any
 from uuid import UUID
 
 from relay.admin.connections import reach_source, reach_target
@@ -52,6 +52,31 @@ class MessageCount:
 
 
 @dataclass(frozen=True, slots=True)
+class Moved:
+    """The new position of a sink or a group in words, and how many dead and deferred transactions are given up.
+
+    Of a group also how many events are delivered again, and skipped; null if that is unknown.
+    """
+
+    goes_on: str
+    dead: int
+    deferred: int
+    done: bool
+    again: int | None = None
+    skipped: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class QueueRebuild:
+    """Where a queue begins after a rebuild, in words, and how many messages and dead letters are deleted."""
+
+    begins: str
+    messages: int
+    dead: int
+    done: bool
+
+
+@dataclass(frozen=True, slots=True)
 class EventAnswer:
     """The event that was published."""
 
@@ -85,6 +110,15 @@ class Given:
     examples: tuple[str, ...] = ()
 
 
+FirstEvent = Annotated[str, Given("The first event.", metavar="OFFSET|TIME|beginning")]
+"""Where a rebuild begins."""
+
+
+def option(parameter: Parameter) -> str:
+    """Return the name of a parameter of an act wherever it is given: `from_` is called so in Python alone."""
+    return parameter.name.rstrip("_")
+
+
 @dataclass(frozen=True, slots=True)
 class Subject:
     """What acts are on: the group of their commands, with what its argument is.
@@ -103,7 +137,10 @@ class Subject:
 
 
 class _Rehearsed(Exception):
-    """Ends a rehearsal, whose transactions are rolled back."""
+    """Ends a rehearsal, whose transactions are rolled back; has what it would have done."""
+
+    def __init__(self, done: Done) -> None:
+        self.done = done
 
 
 class Acting:
@@ -126,17 +163,23 @@ class Acting:
         """The source, which is opened for the acts that need it."""
         return self._opened.enter_context(reach_source(self.settings, pooled=True))
 
-    def ask(self, effect: str) -> None:
+    @cached_property
+    def log(self) -> Connection:
+        """A session of the source in no transaction, which tells what is durable: what it changes is not undone."""
+        return self._opened.enter_context(reach_source(self.settings))
+
+    def ask(self, effect: str, answer: object = None) -> None:
         """Say what the act does, or has done in its transactions: a rehearsal ends here, and undoes it."""
         if self._rehearses:
-            raise _Rehearsed(effect)
+            raise _Rehearsed(Done(effect, None, answer))
 
 
 @dataclass(frozen=True, slots=True)
 class Act:
     """An act on a subject; `does` says what it does, and `answers` is what the API answers.
 
-    One that `asks` is confirmed first, and calls `Acting.ask`. `path` is that of its route, below `/sinks/NAME/`.
+    One that `asks` is confirmed first, and calls `Acting.ask`; with `plans`, the API answers a rehearsal, too.
+    `path` is that of its route, below `/sinks/NAME/`.
     """
 
     subject: Subject
@@ -145,6 +188,7 @@ class Act:
     effect: Callable[..., Done]
     answers: type[Any] = Changed
     asks: bool = False
+    plans: bool = False
     removes: bool = False
     path: str = ""
 
@@ -174,12 +218,12 @@ class Act:
         """Do it, and record it where it has changed something. Raises ConfigurationError, psycopg.Error."""
         return self._act(settings, name, reason, given)
 
-    def rehearse(self, settings: Settings, name: str, **given: Any) -> str:
+    def rehearse(self, settings: Settings, name: str, **given: Any) -> Done:
         """Return what an act that asks would do, or raise what it would raise; nothing is changed."""
         try:
             self._act(settings, name, None, given, rehearses=True)
-        except _Rehearsed as effect:
-            return str(effect)
+        except _Rehearsed as rehearsed:
+            return rehearsed.done
         raise AssertionError(f"{self.subject.name} {self.name} does not ask")
 
     def _act(

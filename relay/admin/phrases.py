@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from relay.store.activity import RecentActivity
     from relay.store.dead_letters.selection import FoundDeadLetters
+    from relay.store.positions.rewind import GivenUp
 
 
 def counted(count: int, one: str, many: str) -> str:
@@ -86,6 +87,16 @@ def dead(selected: FoundDeadLetters) -> str:
 def replayed_to(selected: FoundDeadLetters) -> str:
     """Return where the selected dead letters are once they are replayed."""
     return "in the queue again" if selected.messages == selected.transactions else "queued"
+
+
+def given_up(discarded: GivenUp) -> list[str]:
+    """Return a line on the dead and deferred transactions that a seek discards, if there are any."""
+    if not any(discarded):
+        return []
+    return [
+        f"of the transactions that are delivered again, {discarded.dead} dead ones are discarded and "
+        f"{discarded.deferred} deferred ones are forgotten"
+    ]
 
 
 def destination(sink: str, endpoint: str | None) -> str:

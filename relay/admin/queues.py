@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import psycopg
 
 from relay.admin import acts
-from relay.admin.acts import Acting, Done, MessageCount, Missing, Subject
-from relay.admin.connections import reach_source, reach_target
+from relay.admin.acts import Acting, Done, FirstEvent, MessageCount, Missing, QueueRebuild, Subject
+from relay.admin.connections import reach_target
 from relay.admin.offsets import find_goal, moment_of
 from relay.admin.phrases import counted
 from relay.config.handlers import QueueHandler
@@ -107,7 +107,48 @@ def drop(act: Acting) -> Done:
     return Done(f"queue {act.name} is dropped")
 
 
-ACTS = (pause, resume, purge, drop)
+@acts.declare(QUEUE, "rebuild", answers=QueueRebuild, asks=True, plans=True)
+def rebuild(act: Acting, from_: FirstEvent = "beginning") -> Done:
+    """Empty a queue, with its dead letters, and let relay fill it from the log again."""
+    if act.settings.source.mode == "wal":
+        raise ConfigurationError(
+            "source.mode: is wal, and past events are only in the slot, which the whole group reads: set it to auto"
+        )
+    figures = _figures(act.target, act.settings, act.name)
+    start, begins = _beginning(act, from_)
+    planned = QueueRebuild(begins, figures.undone, figures.dead, done=False)
+    messages = counted(figures.undone, "message", "messages")
+    dead = counted(figures.dead, "dead letter", "dead letters")
+    said = (
+        f"queue {act.name} is filled again, beginning {begins}\n"
+        f"{messages} and {dead} are deleted, also those that are not in the log"
+    )
+    act.ask(said, planned)
+    queues.rebuild(act.target, act.name, start)
+    # Before the commit, so that retention keeps the events that are read again.
+    reader = reader_positions.of_queue(act.name)
+    reader_positions.accept(act.log, act.target, act.settings, [reader])
+    return Done(said, {"changed": True}, replace(planned, done=True))
+
+
+def _beginning(act: Acting, start: str) -> tuple[str, str]:
+    """Return where a fill begins that an operator gives as OFFSET, TIME or beginning, as SQL takes it and in words."""
+    if start != "beginning" and not start.isdecimal():
+        try:
+            start = moment_of(start, "from", lsn=False).isoformat()
+        except ConfigurationError:
+            raise ConfigurationError(
+                f"from: {start!r} is neither a c_offset, a time such as 2026-03-01T12:00, nor beginning"
+            ) from None
+    table = OutboxTable(act.settings)
+    goal = find_goal(act.settings, act.log, table, start, "from", lsn=False)
+    oldest = table.oldest_offset(act.log)
+    if oldest is not None and offsets.FIRST < goal.polled_offset < oldest - 1:
+        return start, f"at c_offset {oldest}, the oldest event"
+    return start, goal.text
+
+
+ACTS = (pause, resume, purge, rebuild, drop)
 
 
 def _figures(target: psycopg.Connection[Any], settings: Settings, name: str) -> QueueFigures:
@@ -174,53 +215,6 @@ def _require_states(wanted: MessageSelection, known: Sequence[str]) -> None:
     unknown = [each for each in wanted.states or () if each not in known]
     if unknown:
         raise ConfigurationError(f"--state: {unknown[0]!r} is not {states.listed(tuple(known))}")
-
-
-def plan_rebuild(
-    settings: Settings, name: str, start: str, option: str = "--from"
-) -> tuple[QueueFigures, str]:
-    """Find the position of `start` (OFFSET, TIME or beginning), and what the queue has now.
-
-    Returns the figures, and a text for the position. Raises UnknownQueue, ConfigurationError, which names `option`,
-    psycopg.Error.
-    """
-    if settings.source.mode == "wal":
-        raise ConfigurationError(
-            "source.mode: is wal, and past events are only in the slot, which the whole group reads: set it to auto"
-        )
-    if start != "beginning" and not start.isdecimal():
-        try:
-            datetime.fromisoformat(start)
-        except ValueError:
-            raise ConfigurationError(
-                f"{option}: {start!r} is neither a c_offset, a time such as 2026-03-01T12:00, nor beginning"
-            ) from None
-    with reach_target(settings) as target:
-        figures = _figures(target, settings, name)
-        with reach_source(settings) as source:
-            table = OutboxTable(settings)
-            goal = find_goal(settings, source, table, start, option, lsn=False)
-            oldest = table.oldest_offset(source)
-    text = goal.text
-    if oldest is not None and offsets.FIRST < goal.polled_offset < oldest - 1:
-        text = f"at c_offset {oldest}, the oldest event"
-    return figures, text
-
-
-def rebuild(settings: Settings, name: str, start: str, reason: str | None) -> None:
-    """Let relay empty a queue, and fill it from the log again. Raises ConfigurationError, psycopg.Error."""
-    if start != "beginning" and not start.isdecimal():
-        start = moment_of(start, "--from", lsn=False).isoformat()
-
-    def rebuilt(target: psycopg.Connection[Any]) -> bool:
-        queues.rebuild(target, name, start)
-        # Before the commit, so that retention keeps the events that are read again.
-        with reach_source(settings) as source:
-            reader = reader_positions.of_queue(name)
-            reader_positions.accept(source, target, settings, [reader])
-        return True
-
-    _act(settings, name, "queue rebuild", reason, rebuilt)
 
 
 def _act(

@@ -6,17 +6,17 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import psycopg
 
-from relay.admin import acts
-from relay.admin.acts import Acting, Count, Done, Subject
+from relay.admin import acts, phrases
+from relay.admin.acts import Acting, Count, Done, FirstEvent, Given, Moved, Subject
 from relay.admin.connections import reach_source, reach_target
-from relay.admin.offsets import Goal, cover_goal, find_goal, move_sink
+from relay.admin.offsets import cover_goal, find_goal, move_sink
 from relay.admin.phrases import counted
 from relay.admin.status import reading_outbox
 from relay.config.settings import Settings
@@ -26,7 +26,6 @@ from relay.source.outbox.applied import ReadPosition, position_of_sink
 from relay.source.outbox.table import OutboxTable
 from relay.source.outbox.unread import Backlog, UnreadRows
 from relay.store import (
-    actions,
     activity,
     admission,
     completeness,
@@ -36,7 +35,6 @@ from relay.store import (
 from relay.store.connections import Connection
 from relay.store.deferred import selection as deferred_selection
 from relay.store.positions import offsets, sinks
-from relay.store.positions.rewind import GivenUp
 
 SINK = Subject("sink", "NAME", "The sink: a handler's name.", of_sink=True)
 MOVES = "sink seek", "sink rebuild"
@@ -202,50 +200,45 @@ def _paused(act: Acting, paused: bool) -> bool:
     return sinks.pause(act.target, act.group, act.name, paused, act.reason)
 
 
-@dataclass(frozen=True, slots=True)
-class SinkMove:
-    """The goal of a sink's seek, and how many dead and deferred transactions the seek discards."""
+def _moved(act: Acting, to: str, option: str) -> Done:
+    """Move a sink to `to` (OFFSET, TIME, beginning or end), while relay runs or not."""
+    require_begun(act.target, act.settings, act.name)
+    if act.settings.source.mode == "wal":
+        raise ConfigurationError(
+            "source.mode: is wal, and past events are only in the slot, which the whole group reads: move the "
+            "group with `relay offsets seek`, or set source.mode: auto"
+        )
+    if "/" in to:
+        raise ConfigurationError(
+            f"{option}: {to!r} is a position in the WAL, which the whole group reads: give a c_offset or a time"
+        )
+    goal = find_goal(act.settings, act.log, OutboxTable(act.settings), to, option, lsn=False)
+    before = sinks.mark(act.target, act.group, act.name)
+    given_up = move_sink(act.target, act.settings, act.name, goal)
+    said = "\n".join([f"sink {act.name} goes on {goal.text}", *phrases.given_up(given_up)])
+    moved = Moved(goal.text, given_up.dead, given_up.deferred, done=False)
+    act.ask(said, moved)
+    marks = {"from": before, "to": sinks.mark(act.target, act.group, act.name)}
+    # Before the commit, so that retention keeps the events that are read again.
+    reader_positions.accept(act.log, act.target, act.settings, [act.name])
+    cover_goal(act.log, act.target, act.settings, goal)
+    detail = {"goes on": goal.text, **given_up._asdict(), "positions": marks}
+    return Done(said, detail, replace(moved, done=True))
 
-    goal: Goal
-    given_up: GivenUp
+
+@acts.declare(SINK, "seek", answers=Moved, asks=True, plans=True)
+def seek(
+    act: Acting,
+    to: Annotated[str, Given("The new position.", metavar="OFFSET|TIME|beginning|end")],
+) -> Done:
+    """Move a sink to another position; the other sinks keep theirs."""
+    return _moved(act, to, "to")
 
 
-def plan_seek(settings: Settings, name: str, to: str, option: str = "--to") -> SinkMove:
-    """Find the position of `to` (OFFSET, TIME, beginning or end), the value of `option`. Raises ConfigurationError."""
-    with reach_target(settings) as target:
-        require_begun(target, settings, name)
-        if settings.source.mode == "wal":
-            raise ConfigurationError(
-                "source.mode: is wal, and past events are only in the slot, which the whole group reads: move the "
-                "group with `relay offsets seek`, or set source.mode: auto"
-            )
-        if "/" in to:
-            raise ConfigurationError(
-                f"{option}: {to!r} is a position in the WAL, which the whole group reads: give a c_offset or a time"
-            )
-        with reach_source(settings) as source:
-            goal = find_goal(settings, source, OutboxTable(settings), to, option, lsn=False)
-        with target.transaction(force_rollback=True):
-            return SinkMove(goal, move_sink(target, settings, name, goal))
-
-
-def seek(settings: Settings, name: str, goal: Goal, rebuild: bool, reason: str | None) -> None:
-    """Move a sink to a goal, while relay runs or not. `rebuild` only names the stored action.
-
-    Raises ConfigurationError.
-    """
-    action = MOVES[rebuild]
-    with reach_target(settings) as target, target.transaction():
-        require_begun(target, settings, name)
-        before = sinks.mark(target, settings.group, name)
-        given_up = move_sink(target, settings, name, goal)
-        marks = {"from": before, "to": sinks.mark(target, settings.group, name)}
-        detail = {"goes on": goal.text, **given_up._asdict(), "positions": marks}
-        actions.record(target, settings.group, name, action, reason, detail)
-        # Before the commit, so that retention keeps the events that are read again.
-        with reach_source(settings) as source:
-            reader_positions.accept(source, target, settings, [name])
-            cover_goal(source, target, settings, goal)
+@acts.declare(SINK, "rebuild", answers=Moved, asks=True, plans=True)
+def rebuild(act: Acting, from_: FirstEvent = "beginning") -> Done:
+    """Deliver everything to a sink again; the other sinks keep their positions."""
+    return _moved(act, from_, "from")
 
 
 pause, resume = acts.pauses(
@@ -304,4 +297,4 @@ def require_begun(target: Connection, settings: Settings, name: str) -> None:
         )
 
 
-ACTS = (pause, resume, drop)
+ACTS = (pause, resume, seek, rebuild, drop)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
 from inspect import Parameter, Signature
 from typing import Annotated, Any, get_args
 
@@ -10,10 +11,11 @@ import typer
 from typer.core import TyperGroup
 
 from relay.admin import acts
-from relay.admin.acts import Act
+from relay.admin.acts import Act, Done, option
 from relay.cli.options import ConfigOption, ReasonOption, YesOption, say
 from relay.cli.terminal import approve
 from relay.config.files import load
+from relay.faults import ConfigurationError
 
 
 class ActsGroup(TyperGroup):
@@ -44,11 +46,11 @@ def _command(act: Act) -> Callable[..., None]:
         **given: Any,
     ) -> None:
         settings = load(config)
-        if not yes:
-            say(act.rehearse(settings, name, **given))
-            approve(yes, act.question(name))
-        for line in act(settings, name, reason, **given).said.splitlines():
-            say(line)
+        with _options(act):
+            if not yes:
+                _say(act.rehearse(settings, name, **given))
+                approve(yes, act.question(name))
+            _say(act(settings, name, reason, **given))
 
     named = Annotated[str, typer.Argument(metavar=act.subject.metavar, help=act.subject.help)]
     parameters = [
@@ -64,14 +66,30 @@ def _command(act: Act) -> Callable[..., None]:
     return run
 
 
+def _say(done: Done) -> None:
+    for line in done.said.splitlines():
+        say(line)
+
+
+@contextmanager
+def _options(act: Act) -> Iterator[None]:
+    """Let an error that begins with the name of a parameter name its option."""
+    try:
+        yield
+    except ConfigurationError as error:
+        if str(error).partition(":")[0] in map(option, act.parameters):
+            raise ConfigurationError(f"--{error}") from None
+        raise
+
+
 def _given(each: Parameter) -> Parameter:
     """Return a parameter of an act as Typer reads it."""
     kind, given = get_args(each.annotation)
     shown = {"help": given.help, "metavar": given.metavar}
-    option = (
-        typer.Argument(**shown) if given.is_argument else typer.Option(f"--{each.name}", **shown)
+    declared: Any = (
+        typer.Argument(**shown) if given.is_argument else typer.Option(f"--{option(each)}", **shown)
     )
-    return _parameter(each.name, Annotated[kind, option], each.default)
+    return _parameter(each.name, Annotated[kind, declared], each.default)
 
 
 def _parameter(name: str, annotation: Any, default: Any = Parameter.empty) -> Parameter:

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from relay.admin.phrases import counted
+from relay.admin.phrases import counted, given_up
 from relay.cli.options import ConfigOption, JsonOption, ReasonOption, YesOption
-from relay.cli.terminal import approve, print_given_up, print_table, progress
+from relay.cli.terminal import approve, print_table, progress
 from relay.config.files import load
 
 offsets = typer.Typer(
@@ -71,7 +71,8 @@ def offsets_seek(
     print(f"group {settings.group} goes on {move.goal.text}: {effect}")
     if move.sinks:
         print(f"so do its sinks {', '.join(move.sinks)}")
-    print_given_up(move.given_up)
+    for line in given_up(move.given_up):
+        print(line)
     approve(yes)
     with progress() as report:
         report("moving the group")

@@ -17,13 +17,12 @@ from relay.cli.options import (
     ConfigOption,
     JsonOption,
     ReasonOption,
-    YesOption,
     fail,
     say,
     time_of,
     with_groups,
 )
-from relay.cli.terminal import approve, print_table
+from relay.cli.terminal import print_table
 from relay.config.files import load
 from relay.model.json_fields import json_fields
 from relay.store import states
@@ -260,26 +259,3 @@ def queue_edit(
     if not edit(load(config), name, id_, payload, reason):
         fail("no such message, or a worker has it: `relay queue show` lists what there is", 1)
     print(f"message {id_} has the new payload")
-
-
-@queue.command("rebuild")
-def queue_rebuild(
-    name: QueueArgument,
-    from_: Annotated[
-        str, typer.Option("--from", metavar="OFFSET|TIME|beginning", help="The first event.")
-    ] = "beginning",
-    config: ConfigOption = None,
-    reason: ReasonOption = None,
-    yes: YesOption = False,
-) -> None:
-    """Empty a queue, with its dead letters, and let relay fill it from the log again."""
-    from relay.admin.queues import plan_rebuild, rebuild
-
-    settings = load(config)
-    figures, begins = plan_rebuild(settings, name, from_)
-    print(f"queue {name} is filled again, beginning {begins}")
-    there = counted(figures.undone, "message", "messages")
-    dead = counted(figures.dead, "dead letter", "dead letters")
-    print(f"{there} and {dead} are deleted, also those that are not in the log")
-    approve(yes)
-    rebuild(settings, name, from_, reason)

@@ -12,7 +12,7 @@ import typer
 from relay.admin.phrases import counted, duration, moment, recently
 from relay.cli.acts import ActsGroup
 from relay.cli.options import ConfigOption, JsonOption, ReasonOption, YesOption, time_of, warn
-from relay.cli.terminal import approve, print_given_up, print_table
+from relay.cli.terminal import approve, print_table
 from relay.config.files import load
 
 sink = typer.Typer(
@@ -62,47 +62,6 @@ def sink_list(config: ConfigOption = None, as_json: JsonOption = False) -> None:
             for each in statuses
         ),
     )
-
-
-@sink.command("seek")
-def sink_seek(
-    name: NameArgument,
-    to: Annotated[
-        str, typer.Option("--to", metavar="OFFSET|TIME|beginning|end", help="The new position.")
-    ],
-    config: ConfigOption = None,
-    reason: ReasonOption = None,
-    yes: YesOption = False,
-) -> None:
-    """Move a sink to another position; the other sinks keep theirs."""
-    _seek(name, to, "--to", config, reason, yes)
-
-
-@sink.command("rebuild")
-def sink_rebuild(
-    name: NameArgument,
-    from_: Annotated[
-        str, typer.Option("--from", metavar="OFFSET|TIME|beginning", help="The first event.")
-    ] = "beginning",
-    config: ConfigOption = None,
-    reason: ReasonOption = None,
-    yes: YesOption = False,
-) -> None:
-    """Deliver everything to a sink again; the other sinks keep their positions."""
-    _seek(name, from_, "--from", config, reason, yes)
-
-
-def _seek(
-    name: str, to: str, option: str, config: ConfigOption, reason: str | None, yes: bool
-) -> None:
-    from relay.admin.sinks import plan_seek, seek
-
-    settings = load(config)
-    move = plan_seek(settings, name, to, option)
-    print(f"sink {name} goes on {move.goal.text}")
-    print_given_up(move.given_up)
-    approve(yes)
-    seek(settings, name, move.goal, option == "--from", reason)
 
 
 @sink.command("resend")

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from relay.store.dead_letters.selection import FoundDeadLetters
     from relay.store.deferred.selection import FoundDeferred
-    from relay.store.positions.rewind import GivenUp
 
 
 def print_table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -156,12 +155,3 @@ def approved(
     if selected.transactions > DRY_RUN_SHOWS:
         print(f"these are the {order} {DRY_RUN_SHOWS} of them")
     return False
-
-
-def print_given_up(given_up: GivenUp) -> None:
-    """Print how many dead and deferred transactions a seek discards, if any."""
-    if any(given_up):
-        print(
-            f"of the transactions that are delivered again, {given_up.dead} dead ones are discarded and "
-            f"{given_up.deferred} deferred ones are forgotten"
-        )

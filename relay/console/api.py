@@ -9,15 +9,14 @@ from fastapi.security import HTTPBearer
 from starlette.requests import Request
 
 from relay.admin import acts
-from relay.admin.acts import Act, Changed, Count, MessageCount
+from relay.admin.acts import Act, Changed, Count, MessageCount, Moved
 from relay.admin.events import FoundEvent
 from relay.admin.offsets import OffsetsMove
-from relay.admin.sinks import SinkMove, SinkStatus
+from relay.admin.sinks import SinkStatus
 from relay.console import models
 from relay.console.charts import Series
 from relay.console.forms import CallerDep, GroupDep
 from relay.console.group import HISTORY_HOURS, MOST, PAGE, GroupView, Page, Partitions
-from relay.console.models import Moved
 from relay.console.security import Caller
 from relay.faults import ConfigurationError
 from relay.source.outbox.search import EventPage
@@ -193,19 +192,6 @@ def discard_queue(
     return MessageCount(messages=group.discard(act.selection(queue), caller.name, act.reason))
 
 
-@router.post(_GROUP + "/queues/{queue:path}/rebuild", tags=["queues"])
-def rebuild_queue(
-    group: GroupDep, caller: CallerDep, queue: str, act: models.RebuildAct
-) -> models.QueueRebuild:
-    """Empty a queue, with its dead letters, and let relay fill it from the log again."""
-    figures, begins = group.plan_queue_rebuild(queue, act.from_)
-    if not act.dry_run:
-        begins = group.rebuild_queue(queue, act.from_, caller.name, act.reason)
-    return models.QueueRebuild(
-        begins=begins, messages=figures.undone, dead=figures.dead, done=not act.dry_run
-    )
-
-
 @router.get(_GROUP + "/schedules", tags=["schedules"])
 def schedules(group: GroupDep, limit: Limit = MOST, after: str = "") -> models.SchedulesAnswer:
     """List the schedules of the outbox in the order of their names, with their last ten times."""
@@ -234,18 +220,6 @@ def create_token(group: GroupDep, caller: CallerDep, act: models.TokenAct) -> mo
             act.name, act.rights, act.hosts, act.types, act.expires, caller.name, act.reason
         )
     )
-
-
-@router.post(_GROUP + "/sinks/{sink:path}/seek", tags=["sinks"])
-def seek_sink(group: GroupDep, caller: CallerDep, sink: str, act: models.SeekAct) -> Moved:
-    """Move a sink to another position."""
-    return _seek_sink(group, sink, act.to, False, act, caller.name)
-
-
-@router.post(_GROUP + "/sinks/{sink:path}/rebuild", tags=["sinks"])
-def rebuild(group: GroupDep, caller: CallerDep, sink: str, act: models.RebuildAct) -> Moved:
-    """Deliver everything to a sink again."""
-    return _seek_sink(group, sink, act.from_, True, act, caller.name)
 
 
 @router.post(_GROUP + "/sinks/{sink:path}/resend", tags=["sinks"])
@@ -369,7 +343,9 @@ def _add(act: Act) -> None:
     """Add the route of an act."""
 
     def run(group: GroupView, caller: Caller, name: str, body: models.Reasoned) -> object:
-        given = body.model_dump(exclude={"reason"})
+        given = body.model_dump(exclude={"reason", "dry_run"})
+        if getattr(body, "dry_run", False):
+            return group.rehearse(act, name, given).answer
         done = group.act(act, name, given, caller.name, body.reason)
         return done.answer or Changed(done.changed)
 
@@ -400,19 +376,6 @@ def _require_filter(act: models.DeadLettersAct | models.DeferredAct) -> None:
     """Raise ConfigurationError for an empty filter without `all`, which may be a mistake."""
     if not act.all and act.filter == type(act.filter)():
         raise ConfigurationError("filter: is empty: give a condition, or all: true")
-
-
-def _seek_sink(group: GroupView, sink: str, to: str, rebuild: bool, act: Any, by: str) -> Moved:
-    move = group.plan_sink_seek(sink, to)
-    if not act.dry_run:
-        group.seek_sink(sink, to, rebuild, by, act.reason)
-    return _sink_moved(move, done=not act.dry_run)
-
-
-def _sink_moved(move: SinkMove, done: bool) -> Moved:
-    return Moved(
-        goes_on=move.goal.text, dead=move.given_up.dead, deferred=move.given_up.deferred, done=done
-    )
 
 
 def _offsets_moved(move: OffsetsMove, done: bool) -> Moved:

@@ -22,7 +22,7 @@ from relay.admin.dead_letters import DeadLetters, printed
 from relay.admin.deferred import DeferredTransactions
 from relay.admin.events import FoundEvent
 from relay.admin.offsets import OffsetsMove, PartitionStatus, plan_seek, positions, seek
-from relay.admin.sinks import SinkMove, SinkStatus
+from relay.admin.sinks import SinkStatus
 from relay.admin.status import Status
 from relay.config.handlers import DeliveryHandler, HttpHandler
 from relay.config.settings import Settings
@@ -240,27 +240,15 @@ class GroupView:
                 return each
         raise Missing(f"there is no sink {name!r} in group {self.name!r}")
 
-    def rehearse(self, act: Act, name: str, given: Mapping[str, Any]) -> str:
+    def rehearse(self, act: Act, name: str, given: Mapping[str, Any]) -> Done:
         """Return what an act would do."""
         with reading(ACT_SECONDS):
-            return act.rehearse(self._settings, name, **given) if act.asks else act.does
+            return act.rehearse(self._settings, name, **given) if act.asks else Done(act.does)
 
     def act(self, act: Act, name: str, given: Mapping[str, Any], by: str, reason: str) -> Done:
         """Do an act that is declared."""
         with acting(by):
             return act(self._settings, name, reason, **given)
-
-    def plan_sink_seek(self, name: str, to: str) -> SinkMove:
-        """Return where a seek would move a sink, and which of its transactions it would give up."""
-        with reading(ACT_SECONDS):
-            return sinks.plan_seek(self._settings, name, to, "to")
-
-    def seek_sink(self, name: str, to: str, rebuild: bool, by: str, reason: str) -> str:
-        """Move a sink to another position; return that position in words. `rebuild` only names the stored action."""
-        with acting(by):
-            move = sinks.plan_seek(self._settings, name, to, "to")
-            sinks.seek(self._settings, name, move.goal, rebuild, reason)
-        return move.goal.text
 
     @property
     def delivering_sinks(self) -> list[str]:
@@ -334,18 +322,6 @@ class GroupView:
         """Give a message that nobody has another payload; return whether there is one. Raises Missing."""
         with acting(by):
             return queues.edit(self._settings, name, number, payload, reason)
-
-    def plan_queue_rebuild(self, name: str, start: str) -> tuple[QueueFigures, str]:
-        """Return what a queue has, and in words where a rebuild would begin. Raises Missing."""
-        with reading(ACT_SECONDS):
-            return queues.plan_rebuild(self._settings, name, start, "from")
-
-    def rebuild_queue(self, name: str, start: str, by: str, reason: str) -> str:
-        """Let relay empty a queue and fill it from the log again; return in words where it begins. Raises Missing."""
-        with acting(by):
-            _, begins = queues.plan_rebuild(self._settings, name, start, "from")
-            queues.rebuild(self._settings, name, start, reason)
-        return begins
 
     def schedules(self, limit: int = PAGE, after: str = "") -> tuple[list[ScheduleRow], str | None]:
         """Read schedules in the order of their names, and the name after which more follow; None at the end."""

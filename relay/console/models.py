@@ -16,7 +16,7 @@ from pydantic import (
     create_model,
 )
 
-from relay.admin.acts import Act
+from relay.admin.acts import Act, option
 from relay.admin.status import Status
 from relay.console.group import MOST, PAGE
 from relay.faults import ConfigurationError
@@ -163,10 +163,18 @@ def body_of(act: Act) -> type[Reasoned]:
     if not act.parameters:
         return Reasoned
     members: dict[str, Any] = {}
+    if act.plans:
+        only = Field(False, description="Only report what the action would do.")
+        members["dry_run"] = (bool, only)
     for each in act.parameters:
         kind, given = get_args(each.annotation)
         default = ... if each.default is each.empty else each.default
-        described = Field(default, description=given.help, examples=list(given.examples) or None)
+        described = Field(
+            default,
+            alias=option(each),
+            description=given.help,
+            examples=list(given.examples) or None,
+        )
         members[each.name] = (Text if kind is str else kind, described)
     name = f"{act.subject.name} {act.name} act".title().replace(" ", "")
     return create_model(name, __base__=Reasoned, __doc__=act.does, **members)
@@ -253,13 +261,6 @@ class MoveMessagesAct(MessagesAct):
     to: Moment | None = Field(None, description="The new time; null: now.")
 
 
-class SeekAct(Reasoned):
-    """A seek of a sink, to a c_offset, a time, beginning or end."""
-
-    to: Text = Field(examples=["2026-03-01T12:00", "beginning", "end", "4711"])
-    dry_run: bool = Field(False, description="Only report what the action would do.")
-
-
 class ResendAct(Reasoned):
     """Which events a sink gets again: those with some ids, or without ids those that meet every condition."""
 
@@ -267,16 +268,11 @@ class ResendAct(Reasoned):
     filter: EventFilter = EventFilter()
 
 
-class OffsetsSeekAct(SeekAct):
-    """A seek of the group, also to an LSN; with `partition`, of that partition only."""
+class OffsetsSeekAct(Reasoned):
+    """A seek of the group, to a c_offset, an LSN, a time, beginning or end; with `partition`, of that one only."""
 
+    to: Text = Field(examples=["2026-03-01T12:00", "beginning", "end", "4711"])
     partition: int | None = None
-
-
-class RebuildAct(Reasoned):
-    """A rebuild from a position on: deliver everything to a sink again, or fill a queue again."""
-
-    from_: Text = Field("beginning", alias="from")
     dry_run: bool = Field(False, description="Only report what the action would do.")
 
 
@@ -298,26 +294,6 @@ class EditAct(Reasoned):
     """A new payload, as JSON text, so that numbers keep every digit."""
 
     payload: Annotated[str, StringConstraints(max_length=1_000_000)]
-
-
-class QueueRebuild(BaseModel):
-    """Where a queue begins after a rebuild, in words, and how many messages and dead letters are deleted."""
-
-    begins: str
-    messages: int
-    dead: int
-    done: bool
-
-
-class Moved(BaseModel):
-    """The new position of a sink or a group in words, and how many dead and deferred transactions are given up."""
-
-    goes_on: str
-    dead: int
-    deferred: int
-    done: bool
-    again: int | None = Field(None, description="Events that are delivered again; null if unknown.")
-    skipped: int | None = Field(None, description="Events that are skipped; null if unknown.")
 
 
 class GroupName(BaseModel):

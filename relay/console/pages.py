@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import RedirectResponse, Response
 
-from relay.admin.acts import Act, Missing
+from relay.admin.acts import Act, Missing, option
 from relay.admin.phrases import counted, dead_are, replayed_to
 from relay.console.charts import chart
 from relay.console.forms import (
@@ -186,28 +186,6 @@ def sink(
     )
 
 
-@router.get("/groups/{group}/sink/seek")
-def sink_seek(
-    request: Request, views: ViewsDep, group: GroupDep, name: str, to: str, rebuild: bool = False
-) -> Response:
-    """Show what a seek of a sink would do, and ask for confirmation."""
-    move = group.plan_sink_seek(name, to.strip())
-    return views.page(
-        request, "confirm_seek.html", name=name, move=move, to=to.strip(), rebuild=rebuild
-    )
-
-
-@router.post("/groups/{group}/sink/seek")
-def sink_moved(request: Request, views: ViewsDep, sent: SubmissionDep) -> Response:
-    """Move a sink to another position."""
-    name, to = sent.fields.get("name", ""), sent.fields.get("to", "")
-    rebuild = sent.fields.get("rebuild") == "true"
-    where = sent.group.seek_sink(name, to, rebuild, sent.operator, sent.reason)
-    return views.done(
-        request, address(sent.group.name, "sink", name=name), f"Sink {name} goes on {where}."
-    )
-
-
 @router.post("/groups/{group}/sink/resend")
 def sink_resend(request: Request, views: ViewsDep, sent: SubmissionDep) -> Response:
     """Have a sink get an event again."""
@@ -286,26 +264,6 @@ def queue(
 def queue_discard_confirmation(group: GroupDep, name: str) -> Response:
     """Redirect to the question before dead letters are discarded, for those of a queue."""
     return RedirectResponse(address(group.name, "dead-letters/discard", sink=of_queue(name)), 303)
-
-
-@router.get("/groups/{group}/queue/rebuild")
-def queue_rebuild_confirmation(
-    request: Request, views: ViewsDep, group: GroupDep, name: str, start: str = "beginning"
-) -> Response:
-    """Show what a rebuild of a queue would do, and ask for confirmation."""
-    figures, begins = group.plan_queue_rebuild(name, start.strip())
-    return views.page(
-        request, "confirm_queue_rebuild.html", queue=figures, begins=begins, start=start.strip()
-    )
-
-
-@router.post("/groups/{group}/queue/rebuild")
-def queue_rebuilt(request: Request, views: ViewsDep, sent: SubmissionDep) -> Response:
-    """Let relay fill a queue again."""
-    name, start = sent.fields.get("name", ""), sent.fields.get("start", "")
-    begins = sent.group.rebuild_queue(name, start, sent.operator, sent.reason)
-    text = f"Queue {name} is filled again, beginning {begins}."
-    return views.done(request, address(sent.group.name, "queue", name=name), text)
 
 
 @router.post("/groups/{group}/queue/run")
@@ -620,7 +578,7 @@ def act_confirmation(
 ) -> Response:
     """Show what an act would do, and ask for confirmation."""
     given = _given(act, request.query_params)
-    effect = group.rehearse(act, name, given)
+    effect = group.rehearse(act, name, given).said.splitlines()
     return views.page(
         *(request, "confirm_act.html"),
         act=act,
@@ -644,10 +602,10 @@ def act(request: Request, views: ViewsDep, sent: SubmissionDep, act: ActDep) -> 
 
 def _given(act: Act, fields: Mapping[str, str]) -> dict[str, Any]:
     """Return what the fields of a form give to an act. Raises ConfigurationError."""
-    given = {each.name: fields.get(each.name, "").strip() for each in act.parameters}
-    for name, value in given.items():
-        if not value:
-            raise ConfigurationError(f"{name}: is required")
+    given = {each.name: fields.get(option(each), "").strip() for each in act.parameters}
+    for each in act.parameters:
+        if not given[each.name]:
+            raise ConfigurationError(f"{option(each)}: is required")
     return given
 
 

@@ -65,6 +65,7 @@ class Views:
         self._templates.globals |= {
             "address": address,
             "acts": acts.declared(),
+            "option": acts.option,
             "sections": SECTIONS,
             "version": __version__,
             "chart_width": WIDTH,

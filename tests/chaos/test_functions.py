@@ -371,8 +371,7 @@ def test_what_follows_a_seek_is_there_exactly_once(
     def operate(chance: random.Random, handler: dict[str, Any]) -> None:
         change(chance, handler)
         if outbox.column("select 1 from relay.sinks") and chance.random() < 0.3:
-            goal = sinks.plan_seek(settings, "mail", "beginning").goal
-            sinks.seek(settings, "mail", goal, False, None)
+            sinks.seek(settings, "mail", to="beginning")
 
     chance = random.Random(f"sought {mode} {seed}")
     disturb(outbox, tmp_path, parts, chance, 20, lambda: int(outbox.value(COUNT)), operate)

@@ -43,8 +43,7 @@ def two_sinks(url: str) -> dict[str, Any]:
 
 
 def rebuild(name: str, settings: Any) -> None:
-    goal = sinks.plan_seek(settings, name, "beginning").goal
-    sinks.seek(settings, name, goal, True, None)
+    sinks.rebuild(settings, name)
 
 
 def test_two_sinks_of_one_stream_both_get_every_event(outbox: Outbox, stream: JetStream) -> None:

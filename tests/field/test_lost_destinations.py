@@ -35,7 +35,7 @@ from pyiceberg.table import Table
 from pyiceberg.table.update import RemoveSnapshotRefUpdate
 from pyiceberg.types import StringType
 
-from relay.admin.sinks import listed, plan_seek, seek
+from relay.admin.sinks import listed, rebuild
 from relay.admin.status import read
 from relay.config.handlers import SparkHandler
 from relay.config.settings import Settings
@@ -869,8 +869,7 @@ def test_a_lost_destination_is_written_again_by_a_rebuild(
         if "jdbc" in work.sink:
             table = work.sink["jdbc"]["table"]
             outbox.conn.execute(f"create table {table} (id text, host_id text)".encode())
-        move = plan_seek(settings, "lake", "beginning", "--from")
-        seek(settings, "lake", move.goal, True, None)
+        rebuild(settings, "lake")
         outbox.wait_delivered("lake")
         publish(outbox, 4)
         outbox.wait_delivered("lake")

@@ -11,7 +11,8 @@ import psycopg
 import pytest
 from psycopg.types.json import Jsonb
 
-from relay.admin.queues import plan_rebuild
+from relay.admin.acts import QueueRebuild
+from relay.admin.queues import rebuild
 from relay.pipeline.backfill import _Filler
 from relay.store import queue_fills
 from relay.store.connections import connect
@@ -122,8 +123,8 @@ def test_a_start_that_the_log_no_longer_has_is_its_oldest_event(
     outbox.drain(outbox.settings())
     outbox.conn.execute("delete from outbox_message_t where c_offset < 3")
     declare(outbox, "mail", start="1")
-    _, begins = plan_rebuild(outbox.settings(), "mail", "1")
-    assert begins == "at c_offset 3, the oldest event"
+    planned = rebuild.rehearse(outbox.settings(), "mail", from_="1")
+    assert planned.answer == QueueRebuild("at c_offset 3, the oldest event", 0, 0, done=False)
     fill(outbox, filler)
     assert enqueued(outbox, "mail") == [3, 4, 5]
     (warning,) = [each for each in caplog.records if each.levelname == "WARNING"]

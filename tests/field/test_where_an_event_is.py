@@ -89,8 +89,7 @@ def test_an_event_that_was_passed_over_is_not_called_delivered_or_applied(
     with relaying(settings):
         outbox.wait_handled()
     number = publish(outbox)
-    move = sinks.plan_seek(settings, "hook", "end")
-    sinks.seek(settings, "hook", move.goal, False, "not wanted")
+    sinks.seek(settings, "hook", "not wanted", to="end")
     offsets.seek(settings, offsets.plan_seek(settings, "end", None), None)
     found = {each.kind: each for each in find(settings, number).destinations}
     assert found["sink"].state == "skipped"

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from relay.admin import acts, queues, readers
-from relay.admin.acts import Missing
+from relay.admin.acts import Missing, QueueRebuild, option
 from relay.cli.app import app
 from tests.console import Program, console_of, served
 from tests.outbox import Outbox
@@ -19,10 +19,13 @@ def test_a_rehearsal_says_what_would_be_done_and_does_nothing(outbox: Outbox) ->
     outbox.worker.execute("select relay.enqueue('mail', '{}') from generate_series(1, 3)")
     outbox.reader.execute("select relay.declare_reader('search')")
     settings = outbox.settings()
-    assert queues.purge.rehearse(settings, "mail").startswith("3 messages are deleted")
-    assert "3 messages and 0 dead letters" in queues.drop.rehearse(settings, "mail")
-    assert readers.seek.rehearse(settings, "search", to="beginning")
-    assert readers.drop.rehearse(settings, "search")
+    assert queues.purge.rehearse(settings, "mail").said.startswith("3 messages are deleted")
+    assert "3 messages and 0 dead letters" in queues.drop.rehearse(settings, "mail").said
+    assert queues.rebuild.rehearse(settings, "mail").answer == QueueRebuild(
+        "with the oldest event", messages=3, dead=0, done=False
+    )
+    assert "moved to now" in readers.seek.rehearse(settings, "search", to="now").said
+    assert "no longer keeps" in readers.drop.rehearse(settings, "search").said
     assert outbox.value("select count(*) from relay.queue_items") == 3
     assert outbox.value("select count(*) from relay.log_readers") == 1
     assert outbox.value("select count(*) from relay.actions") == 0
@@ -35,7 +38,7 @@ def test_an_act_looks_before_it_asks(outbox: Outbox, tmp_path: Path) -> None:
         if act.asks and subject != "sink":
             with pytest.raises(Missing):
                 act.rehearse(settings, "other", **given)
-            words = [subject, name, "other", *(f"--{k}={v}" for k, v in given.items())]
+            words = [subject, name, "other", *(f"--{option(each)}=now" for each in act.parameters)]
             said = CliRunner().invoke(app, [*words, "-c", config])
             assert isinstance(said.exception, Missing), words
             assert "?" not in said.output

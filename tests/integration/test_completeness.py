@@ -304,8 +304,7 @@ def test_a_sink_that_is_moved_begins_again(
         wait_complete(outbox, "lake", now(outbox))
     first = mark(outbox, "lake")
     assert first is not None
-    goal = admin_sinks.plan_seek(settings, "lake", "end", "--to").goal
-    admin_sinks.seek(settings, "lake", goal, False, None)
+    admin_sinks.seek(settings, "lake", to="end")
     waiting = mark(outbox, "lake")
     assert waiting is not None
     assert waiting.complete_before is None

@@ -307,10 +307,10 @@ def test_a_sink_is_paused_moved_and_resumed(
             assert len(hook.requests) == 1
             visitor.send(f"{G}/sink/resume", name="hook", reason="over")
             wait_until(lambda: len(hook.requests) == 2)
-            asked = visitor.page(f"{G}/sink/seek?name=hook&to=beginning&rebuild=true")
-            assert "It goes on with the oldest event" in asked
+            asked = visitor.page(f"{G}/sink/rebuild?name=hook&from=beginning")
+            assert "Sink hook goes on with the oldest event." in asked
             visitor.send(
-                f"{G}/sink/seek", name="hook", to="beginning", rebuild="true", reason="lost it"
+                f"{G}/sink/rebuild", name="hook", **{"from": "beginning"}, reason="lost it"
             )
             wait_until(lambda: len(hook.requests) == 4)
             refused = visitor.send(f"{G}/sink/seek", name="hook", to="0/1", reason="x")
@@ -414,14 +414,16 @@ def test_work_queues(outbox: Outbox) -> None:
         assert (unclear.status_code, unclear.json()["detail"][:12]) == (409, "from: 'noon'")
         wanted = "select count(*) from relay.queue_fills where purges and start = %s"
         assert outbox.value(wanted, ["beginning"]) == 0
-        page = visitor.page(f"{G}/queue/rebuild?name=a/b%20%3Ci%3E&start=beginning")
+        page = visitor.page(f"{G}/queue/rebuild?name=a/b%20%3Ci%3E&from=beginning")
         assert "1 message and 1 dead letter are deleted" in page
-        sent = visitor.send(f"{G}/queue/rebuild", name=name, start="beginning", reason="a fault")
+        sent = visitor.send(
+            f"{G}/queue/rebuild", name=name, **{"from": "beginning"}, reason="a fault"
+        )
         assert "is filled again, beginning with the oldest event" in sent.text
         assert outbox.value(wanted, ["beginning"]) == 1
         assert api.post(f"{path}/rebuild", **{"from": "1"})["done"] is True
         assert outbox.value(wanted, ["1"]) == 1
-        assert visitor.client.get(f"{G}/queue/rebuild?name=other").status_code == 404
+        assert visitor.client.get(f"{G}/queue/rebuild?name=other&from=beginning").status_code == 404
     assert [action for _, action, _, _ in acted(outbox)] == [
         *("queue pause", "queue resume", "queue rebuild", "queue rebuild"),
     ]

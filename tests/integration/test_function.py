@@ -475,7 +475,7 @@ def test_a_delivery_that_has_committed_is_not_repeated(outbox: Outbox, name: str
         wait_until(lambda: outbox.value("select count(*) from effects") == 2)
     assert outbox.column("select amount from effects order by 1") == [10, 11]
     # An operator who moves the sink wants its effects again.
-    sinks.seek(settings, "mail", sinks.plan_seek(settings, "mail", "beginning").goal, False, None)
+    sinks.seek(settings, "mail", to="beginning")
     with relaying(settings):
         wait_until(lambda: outbox.value("select count(*) from effects") == 4)
     assert outbox.column("select amount from effects order by 1") == [10, 10, 11, 11]
@@ -530,9 +530,7 @@ def test_operators_pause_seek_and_count_it_like_every_sink(outbox: Outbox, seen:
         assert seen.amounts == [1]
         sinks.resume(settings, "mail")
         wait_until(lambda: seen.amounts == [1, 2])
-        sinks.seek(
-            settings, "mail", sinks.plan_seek(settings, "mail", "beginning").goal, True, None
-        )
+        sinks.rebuild(settings, "mail")
         wait_until(lambda: seen.amounts == [1, 2, 1, 2])
     assert [each["attempt"] for each in seen.facts] == [1] * 4
 

@@ -492,7 +492,7 @@ def test_a_sink_that_only_the_wal_feeds_is_not_moved(
         wait_until(lambda: state(outbox) == "attached")
     for to in ("beginning", "end", "1"):
         with pytest.raises(ConfigurationError, match="past events are only in the slot"):
-            sinks.plan_seek(settings, "hook0", to)
+            sinks.seek.rehearse(settings, "hook0", to=to)
 
 
 def test_a_sink_is_rebuilt_while_the_others_go_on(outbox: Outbox, webhooks: list[Webhook]) -> None:
@@ -503,8 +503,7 @@ def test_a_sink_is_rebuilt_while_the_others_go_on(outbox: Outbox, webhooks: list
             outbox.publish(host(number % 3), event(number))
         wait_until(lambda: len(again.accepted) == len(other.accepted) == 30)
         again.requests.clear()
-        move = sinks.plan_seek(settings, "hook0", "beginning")
-        sinks.seek(settings, "hook0", move.goal, True, "a new consumer")
+        sinks.rebuild(settings, "hook0", "a new consumer")
         assert outbox.value("select detail - 'positions' from relay.actions") == {
             "goes on": "with the oldest event",
             "dead": 0,
@@ -523,13 +522,12 @@ def test_a_sink_is_rebuilt_while_the_others_go_on(outbox: Outbox, webhooks: list
             )
         )
         again.requests.clear()
-        move = sinks.plan_seek(settings, "hook0", str(middle))
-        sinks.seek(settings, "hook0", move.goal, False, None)
+        sinks.seek(settings, "hook0", to=str(middle))
         wait_until(lambda: len(again.accepted) == 20)
         wait_until(lambda: state(outbox) == "attached")
     assert set(again.ids().values()) == set(other.ids().values()) == {1}
     with pytest.raises(ConfigurationError, match="there is no sink 'hook9'"):
-        sinks.plan_seek(settings, "hook9", "end")
+        sinks.seek.rehearse(settings, "hook9", to="end")
 
 
 def test_a_new_sink_begins_where_it_says(outbox: Outbox, webhooks: list[Webhook]) -> None:
@@ -610,9 +608,9 @@ def test_a_command_says_what_is_no_sink(outbox: Outbox, webhooks: list[Webhook])
     with relaying(settings):
         wait_until(lambda: state(outbox) == "attached")
     with pytest.raises(ConfigurationError) as refused:
-        sinks.plan_seek(settings, "hook0", "nonsense")
+        sinks.seek.rehearse(settings, "hook0", to="nonsense")
     assert str(refused.value) == (
-        "--to: 'nonsense' is neither a c_offset, a time such as 2026-03-01T12:00, beginning nor end"
+        "to: 'nonsense' is neither a c_offset, a time such as 2026-03-01T12:00, beginning nor end"
     )
 
 
@@ -815,8 +813,7 @@ def test_the_rights_that_are_granted_suffice_for_a_sink_and_its_operator(
             )
             assert sinks.pause(settings, "hook0", "maintenance").changed
             assert sinks.resume(settings, "hook0").changed
-            move = sinks.plan_seek(settings, "hook0", "beginning")
-            sinks.seek(settings, "hook0", move.goal, False, "once more")
+            sinks.seek(settings, "hook0", "once more", to="beginning")
             wait_until(lambda: len(webhook.accepted) == 2)
             assert [each.name for each in sinks.listed(settings)] == ["hook0"]
         sinks.drop(outbox.settings(source=source), "hook0", "no longer wanted")

@@ -16,7 +16,7 @@ import pyarrow.parquet
 import pytest
 
 from relay.admin.dead_letters import DeadLetters
-from relay.admin.sinks import listed, pause, plan_seek, resume, seek
+from relay.admin.sinks import listed, pause, resume, seek
 from relay.config.settings import Settings
 from relay.runtime.parts import Condition
 from relay.spark.session import Session
@@ -257,7 +257,7 @@ def test_a_seek_gives_up_the_batch_that_is_begun(
         faults[:] = [ValueError("x")] * 1_000
         outbox.publish(host(1), event(2))
         wait_until(lambda: len(written) >= 3)
-        seek(settings, "lake", plan_seek(settings, "lake", "beginning").goal, False, None)
+        seek(settings, "lake", to="beginning")
         wait_until(lambda: len(written[-1][1]) == 2)
         faults.clear()
         written_all(outbox)
@@ -279,8 +279,7 @@ def test_a_seek_into_a_difference_leaves_out_what_lies_before(
     settings = outbox.settings(**config)
     with relayed(outbox, "inline", session, **config):
         written_all(outbox)
-        plan = plan_seek(settings, "lake", str(offset))
-        seek(settings, "lake", plan.goal, False, None)
+        seek(settings, "lake", to=str(offset))
         wait_until(lambda: len(written) >= 2)
         written_all(outbox)
     again = outbox.column("select id::text from outbox_message_t where c_offset >= %s", (offset,))
