@@ -225,7 +225,8 @@ def create_token(group: GroupDep, caller: CallerDep, act: models.TokenAct) -> mo
 @router.post(_GROUP + "/sinks/{sink:path}/resend", tags=["sinks"])
 def resend(group: GroupDep, caller: CallerDep, sink: str, act: models.ResendAct) -> Count:
     """Deliver events to a sink again, marked as a resend. The sink keeps its position."""
-    deliveries = group.resend(sink, act.ids, act.filter.search(), caller.name, act.reason)
+    wanted = act.filter.search()
+    deliveries = group.resend(sink, act.ids, wanted, act.endpoint, caller.name, act.reason)
     return Count(transactions=deliveries)
 
 

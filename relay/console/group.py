@@ -257,11 +257,17 @@ class GroupView:
         return [name for name, each in handlers.items() if isinstance(each, DeliveryHandler)]
 
     def resend(
-        self, name: str, ids: Sequence[str], wanted: EventSearch, by: str, reason: str
+        self,
+        name: str,
+        ids: Sequence[str],
+        wanted: EventSearch,
+        endpoint: str | None,
+        by: str,
+        reason: str,
     ) -> int:
-        """Have a sink get events again; return in how many deliveries."""
+        """Have a sink, or one of its endpoints, get events again; return in how many deliveries."""
         with acting(by):
-            planned = resend.plan(self._settings, name, ids, wanted)
+            planned = resend.plan(self._settings, name, ids, wanted, endpoint)
             return resend.resend(self._settings, planned, reason).deliveries
 
     def endpoints(self, sink: str, limit: int = PAGE) -> list[StoredEndpoint]:
@@ -270,6 +276,11 @@ class GroupView:
             return []
         with reading():
             return endpoints.listed(self._settings, sink, limit)
+
+    def names_endpoints(self, sink: str) -> bool:
+        """Whether the endpoints of a sink have names, by which one is chosen."""
+        handler = self._settings.handlers.get(sink)
+        return isinstance(handler, HttpHandler) and handler.has_ids
 
     def has_endpoints(self, sink: str) -> bool:
         """Whether data choose the endpoints of a sink."""

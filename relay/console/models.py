@@ -266,6 +266,7 @@ class ResendAct(Reasoned):
 
     ids: list[Text] = []
     filter: EventFilter = EventFilter()
+    endpoint: Text | None = Field(None, description="Only to this one of several endpoints.")
 
 
 class OffsetsSeekAct(Reasoned):

@@ -190,7 +190,8 @@ def sink(
 def sink_resend(request: Request, views: ViewsDep, sent: SubmissionDep) -> Response:
     """Have a sink get an event again."""
     name, event_id = sent.fields.get("name", ""), sent.fields.get("event", "")
-    sent.group.resend(name, [event_id], EventSearch(), sent.operator, sent.reason)
+    endpoint = sent.fields.get("endpoint", "").strip() or None
+    sent.group.resend(name, [event_id], EventSearch(), endpoint, sent.operator, sent.reason)
     text = f"The event is delivered to sink {name} again."
     return views.done(request, address(sent.group.name, "event", id=event_id), text)
 
@@ -210,6 +211,7 @@ def event(request: Request, views: ViewsDep, group: GroupDep, id: str = "") -> R
         event=found,
         missing=missing,
         delivering=group.delivering_sinks,
+        names_endpoints=group.names_endpoints,
     )
 
 

@@ -285,6 +285,25 @@ def test_what_comes_for_a_paused_one_waits(outbox: Outbox, tenants: Tenants) -> 
     assert not dead(outbox)
 
 
+def test_the_console_and_its_api_resend_to_one_endpoint(outbox: Outbox, tenants: Tenants) -> None:
+    tenants.add("a", 1)
+    tenants.add("b", 1)
+    settings = outbox.settings(**tenants.keys(), observe=console_of())
+    publish(outbox, 1, "order.placed")
+    outbox.drain(settings)
+    (id,) = outbox.column("select id::text from outbox_message_t")
+    with served(settings) as address:
+        visitor, program = Visitor(address), Program(address)
+        assert 'name="endpoint"' in visitor.page(f"/groups/default/event?id={id}")
+        sent = {"name": "hook", "event": id, "endpoint": "b", "reason": "lost"}
+        assert "again" in visitor.send("/groups/default/sink/resend", **sent).text
+        assert program.post("/sinks/hook/resend", ids=[id], endpoint="b")["transactions"] == 1
+    with relaying(settings):
+        outbox.wait_delivered("hook")
+        wait_until(lambda: not deferred(outbox))
+    assert (len(tenants.got("a")), len(tenants.got("b"))) == (1, 3)
+
+
 def test_an_event_is_resent_to_each_endpoint_or_to_one(outbox: Outbox, tenants: Tenants) -> None:
     tenants.add("a", 1)
     tenants.add("b", 1)
