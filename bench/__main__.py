@@ -21,7 +21,7 @@ from relay.demo.embedded import Cluster
 
 RESULTS = environment.ROOT / "bench" / "results"
 PARTIAL_RESULTS = environment.HOME / "results"
-DOCUMENT = environment.ROOT / "docs" / "performance.md"
+DOCUMENTS = [environment.ROOT / "docs" / "performance.md", environment.ROOT / "bench" / "README.md"]
 PLOTS = environment.ROOT / "docs" / "plots"
 REPORT = "report"
 
@@ -111,11 +111,12 @@ def _measure(
 
 
 def _report(console: Console) -> None:
-    for missing in report.write(DOCUMENT, RESULTS):
-        console.print(f"{DOCUMENT.name}: no result for {missing} in {RESULTS}")
+    for document in DOCUMENTS:
+        for missing in report.write(document, RESULTS):
+            console.print(f"{document.name}: no result for {missing} in {RESULTS}")
     command = [str(environment.PYTHON), "-m", "bench.workers.plots", str(RESULTS), str(PLOTS)]
     subprocess.run(command, check=True, env=environment.variables())
-    console.print(f"tables in {DOCUMENT}, plots in {PLOTS}")
+    console.print(f"tables in {', '.join(map(str, DOCUMENTS))}, plots in {PLOTS}")
 
 
 if __name__ == "__main__":

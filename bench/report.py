@@ -1,4 +1,4 @@
-"""Writes the tables of results between markers in docs/performance.md."""
+"""Writes the tables of results between markers in docs/performance.md and bench/README.md."""
 
 from __future__ import annotations
 

@@ -273,6 +273,7 @@ def mismatch(command: Command, printed: str) -> str:
 
 
 def pages() -> Iterator[Path]:
-    """Every page of the documentation, and the README."""
+    """Every page of the documentation, the README and that of the benchmarks."""
     yield ROOT / "README.md"
+    yield ROOT / "bench" / "README.md"
     yield from sorted(page for page in DOCS.rglob("*.md") if not page.is_symlink())

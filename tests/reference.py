@@ -259,9 +259,8 @@ _OF_OPERATORS = (
 """Functions that users call, beside those that roles of users may call."""
 _READ = (
     *("public.outbox_message_t", "relay.schedules", "relay.log_readers", "relay.readers"),
-    *("relay.removed", "relay.dead_letters", "relay.dead_letter_actions"),
-    *("relay.actions", "relay.deferred", "relay.endpoints"),
-    *("relay.sinks", "relay.consumer_offsets", "relay.watermarks"),
+    *("relay.dead_letters", "relay.dead_letter_actions", "relay.actions"),
+    *("relay.sinks", "relay.watermarks"),
     *("relay.queues", "relay.queue_items", "relay.queue_figures", "relay.inbox"),
 )
 """Tables and views that are of use to users; the others are relay's own."""

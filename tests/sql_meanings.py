@@ -7,7 +7,6 @@ from __future__ import annotations
 
 TABLES = {
     "public.outbox_message_t": "The outbox: one row for each event. Yours may have another name (`source.table`).",
-    "relay.deferred": "Transactions that are deferred: to an attempt, to a time, or after an earlier one of their key.",
 }
 
 COLUMNS = {
@@ -28,8 +27,6 @@ COLUMNS = {
     "transaction_count": "how many events the business transaction has",
     "deliver_at": "when the event is to be delivered; null: at once",
     "commit_lsn": "the LSN of the commit in the source",
-    "end_lsn": "the LSN after the commit in the source",
-    "xid": "the database transaction of the source",
     # Of the state of a group.
     "group_id": "the group (`group`)",
     "sink": "the sink",
@@ -41,13 +38,9 @@ COLUMNS = {
     "acted_by": "the role that acted, as the server knows",
     "action": "what was done",
     "noted_at": "when the row was last written",
-    "sizes": "the length of each row in bytes",
     "id": "the number of the row",
     "public.outbox_message_t.id": "the event's id",
     "relay.readers.moved_at": "when it last made progress",
-    "topic_id": "1: an outbox is one topic",
-    "partition_id": "the partition, from 0",
-    "relay.positions.updated_at": "when the partition or sink was there",
     "relay.sinks.polled_offset": "of the difference to `following`, everything up to this c_offset is delivered",
     "relay.sinks.updated_at": "when its position was last stored, or its state changed",
     "relay.sink_claims.paused_at": "since when an operator has paused it; null where nobody has",
@@ -58,22 +51,6 @@ COLUMNS = {
     "relay.dead_letter_actions.dead_transaction": "the dead transaction",
     "relay.dead_letter_actions.letters": "the ids of its dead letters",
     "relay.actions.detail": "how much it was done to, and where a position was moved to",
-    "relay.endpoints.failing_since": "since when each attempt has failed",
-    "relay.endpoints.fault": "the last fault",
-    "relay.endpoints.disabled_at": "since when it is disabled; null where it is not",
-    "relay.endpoints.reason": "the `--reason` of an operator",
-    "relay.deferred.retry_at": "when it is tried next",
-    "relay.deferred.attempts": "how often it has failed",
-    "relay.deferred.first_failed_at": "when it first failed",
-    "relay.deferred.handler": "the handler that failed last",
-    "relay.deferred.reason": "its fault",
-    "relay.deferred.hosts": "the host_ids of its events",
-    "relay.deferred.columns": "the columns of the rows in data",
-    "relay.deferred.first_offset": "its least c_offset",
-    "relay.deferred.last_offset": "its greatest c_offset",
-    "relay.deferred.events": "how many events it has",
-    "relay.deferred.size": "their size in bytes",
-    "relay.deferred.deferred_at": "when it was deferred",
     "relay.queues.id": "the number of the queue",
     "relay.queues.name": "its name",
     "relay.queues.attempts": "after how many failed attempts a message becomes a dead letter",
