@@ -162,8 +162,25 @@ def settings() -> str:
         f"# Configuration keys\n\n{_NOTE}\nEvery key with its type, bounds and default. "
         "[Configuration](configuration.md) describes how they work together, with examples; "
         "`config/relay.yaml` has them all in a file.\n\n"
-        f"## Without a section\n\n{top}\n" + "\n".join(sections)
+        f"## Without a section\n\n{top}\n" + without_repetitions("\n".join(sections))
     )
+
+
+def without_repetitions(text: str) -> str:
+    """Tables in which a key of a section that another table has, such as `retry.wait`, is only named."""
+    rows: set[str] = set()
+    made: list[str] = []
+    named: list[str] = []
+    for line in text.splitlines():
+        if re.match(r"\| `\w+\.", line) and line in rows:
+            named.append(line.split(" | ")[0].removeprefix("| "))
+            continue
+        rows.add(line)
+        if named and not line.startswith("|"):
+            made += ["", f"Also, as above, {', '.join(named)}."]
+            named = []
+        made.append(line)
+    return "\n".join(made) + "\n"
 
 
 # Commands
