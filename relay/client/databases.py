@@ -123,7 +123,7 @@ async def _psycopg_fetch_async(session: Any, statement: Statement, text: str) ->
         return [row[0] for row in await cursor.fetchall()]
 
 
-class _Steps:
+class Steps:
     """What a slot does in its transactions, by `transaction` and `fetch`."""
 
     transaction: Callable[[], AbstractContextManager[Any]]
@@ -142,8 +142,8 @@ class _Steps:
             return self.fetch(session, statement, text)
 
 
-class _AsyncSteps:
-    """The asynchronous form of `_Steps`."""
+class AsyncSteps:
+    """The asynchronous form of `Steps`."""
 
     transaction: Callable[[], AbstractAsyncContextManager[Any]]
     fetch: Callable[[Any, Statement, str], Awaitable[list[str]]]
@@ -487,7 +487,7 @@ async def _leaving_async(discard: Callable[[], Awaitable[None]]) -> AsyncIterato
         raise
 
 
-class _Pooled(_Steps):
+class _Pooled(Steps):
     """What has no connection of its own: each transaction takes one of a pool, or of an engine."""
 
     def __init__(self, pool: Any) -> None:
@@ -497,7 +497,7 @@ class _Pooled(_Steps):
         """Do nothing: the pool is the caller's."""
 
 
-class _AsyncPooled(_AsyncSteps):
+class _AsyncPooled(AsyncSteps):
     """The asynchronous form of `_Pooled`."""
 
     def __init__(self, pool: Any) -> None:

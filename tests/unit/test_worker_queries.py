@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from relay import RetryLater
+from relay.client.databases import AsyncSteps
 from relay.client.messages import CLAIM, COMPLETE, EXTEND, LEASE, Message
 from relay.client.sessions import Statement
 from relay.client.worker import Worker
@@ -150,7 +151,7 @@ class Session:
     done: set[int] = field(default_factory=set)
 
 
-class Link:
+class Link(AsyncSteps):
     """A slot's connection. A lease ends with its message, since no worker dies."""
 
     def __init__(self, table: Table) -> None:
