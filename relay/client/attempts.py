@@ -51,6 +51,8 @@ log = logging.getLogger("relay.worker")
 
 Taken = Callable[[bool], object]
 """Called in the slot's thread for a message that was taken: there may be more messages, or there are none."""
+Follows = Callable[[Left], bool]
+"""Called before the commit with what it will leave; returns whether the slot looks for a message again at once."""
 Attempt = tuple[int, int]
 """The id of a message, and the number of the attempt."""
 Around = Callable[[Message], AbstractContextManager[Any] | AbstractAsyncContextManager[Any]]
@@ -300,14 +302,16 @@ class AsyncSlot:
         self._handling = handling
         self._link = link
 
-    async def attempt(self, taken: Taken) -> Left | None:
+    async def attempt(self, taken: Taken, follows: Follows) -> Left | None:
         """Handle a message; returns what its end leaves to be taken, None if there was no message.
 
         Raises what the driver raises, unless a handler has.
         """
-        return await (self._take(taken) if self._handling.lease is None else self._lease(taken))
+        if self._handling.lease is None:
+            return await self._take(taken, follows)
+        return await self._lease(taken)
 
-    async def _take(self, taken: Taken) -> Left | None:
+    async def _take(self, taken: Taken, follows: Follows) -> Left | None:
         message: Message | None = None
         ending: tuple[Statement, str] | None = None
         try:
@@ -320,6 +324,8 @@ class AsyncSlot:
                         claimed.ending = self._handling.unreadable(row, error)
                         continue
                     ending = claimed.ending = await self._handle(message, claimed.session)
+                    # In one trip with the commit; a slot in a thread would have to wait for the answer.
+                    claimed.is_followed = ending[0] is COMPLETE and follows(_left(message, True))
         except Exception as error:
             if message is None:
                 raise

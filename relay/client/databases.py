@@ -40,6 +40,8 @@ class Claimed:
     rows: list[str]
     ending: tuple[Statement, str] | None = None
     """The statement that ends the transaction if nothing is raised, and its parameter; the commit follows."""
+    is_followed: bool = False
+    """Whether the same statement begins the next transaction: an asynchronous link may send it behind the commit."""
 
 
 class Link(Protocol):
@@ -206,6 +208,8 @@ class _Own:
         """Whether the statement that claims is prepared; None behind a pooler, which may not keep it."""
         self._is_undone = False
         """Whether the savepoint of the transaction is gone."""
+        self._is_committed = False
+        """Whether the last trip has committed."""
 
     @property
     def _is_open(self) -> bool:
@@ -246,13 +250,14 @@ class _Own:
         return end if self._is_undone else (_RELEASE, *end)
 
     def _sent(self, statements: tuple[bytes, ...]) -> Generator[Any, Any, list[str]]:
-        """Send statements, and return the rows of the only one that has some: each is one text.
+        """Send statements, and return the rows of the last one that returns any: each is one text.
 
         Yields what psycopg waits for. A cursor for each trip would cost as much again.
         """
         from psycopg.generators import execute
         from psycopg.pq import ExecStatus
 
+        self._is_committed = False
         self._conn.pgconn.send_query(b"; ".join(statements))
         rows: list[str] = []
         for result in (yield from execute(self._conn.pgconn)):
@@ -261,6 +266,8 @@ class _Own:
                 rows = [bytes(each).decode(self._conn.info.encoding) for each in values]
             elif result.status != ExecStatus.COMMAND_OK:
                 raise self._error(result)
+            elif result.command_status == b"COMMIT":
+                self._is_committed = True
         return rows
 
     def _error(self, result: Any) -> Exception:
@@ -361,7 +368,10 @@ class _Psycopg(_Own):
 
 
 class _AsyncPsycopg(_Own):
-    """The asynchronous form of `_Psycopg`."""
+    """The asynchronous form of `_Psycopg`, which also begins a transaction in the trip that commits the one before."""
+
+    _followed: list[str] | Exception | None = None
+    """What the statement returned that was sent behind the last commit."""
 
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[Any]:
@@ -374,17 +384,38 @@ class _AsyncPsycopg(_Own):
 
     @asynccontextmanager
     async def claiming(self, statement: Statement, text: str) -> AsyncIterator[Claimed]:
-        await self._make_idle()
-        await self._prepare(statement)
         try:
-            rows = await self._trip(*self._begun(statement, text))
-            self._is_undone = False
-            claimed = Claimed(self._conn, rows)
+            rows = await self._rows(statement, text)
+            claimed, self._is_undone = Claimed(self._conn, rows), False
             yield claimed
-            await self._trip(*self._ended(claimed))
+            ended = self._ended(claimed)
+            if claimed.is_followed:
+                await self._follow(*ended, *self._begun(statement, text))
+            else:
+                await self._trip(*ended)
         except BaseException:
             await self._roll_back()
             raise
+
+    async def _rows(self, statement: Statement, text: str) -> list[str]:
+        """Return what the statement that begins a transaction returns; it may have been sent with the last commit."""
+        followed, self._followed = self._followed, None
+        if isinstance(followed, Exception):
+            raise followed
+        if followed is not None:
+            return followed
+        await self._make_idle()
+        await self._prepare(statement)
+        return await self._trip(*self._begun(statement, text))
+
+    async def _follow(self, *statements: bytes) -> None:
+        """Commit, and begin the next transaction: what fails there is raised when its rows are asked for."""
+        try:
+            self._followed = await self._trip(*statements)
+        except Exception as error:
+            if not self._is_committed:
+                raise
+            self._followed = error
 
     @asynccontextmanager
     async def savepoint(self, session: Any) -> AsyncIterator[None]:
@@ -444,6 +475,11 @@ class _AsyncPsycopg(_Own):
                 await self.close()
 
     async def close(self) -> None:
+        followed, self._followed = self._followed, None
+        if followed:
+            # What was claimed and not begun is given back; a rollback would count as an interruption.
+            with suppress(Exception):
+                await self._trip(_COMMIT)
         if self._conn is not None:
             await self._conn.close()
 

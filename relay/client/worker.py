@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from relay.client.attempts import Around, AsyncSlot, Handling, Slot
 from relay.client.databases import Database
 from relay.client.errors import LeaseLost, NoHandler, WorkerError, outage_of, worker_error
-from relay.client.idle import Idle, either
+from relay.client.idle import Idle, Left, Query, either
 from relay.client.messages import LeasedMessage, Message, Queue, application_name
 from relay.client.outages import OutageLog
 from relay.client.outbox import Outbox
@@ -264,12 +264,22 @@ class Worker:
         """Handle one message after another; wait while there is none."""
         run, close = self._opened()
         loop = asyncio.get_running_loop()
+        following: list[Query] = []
+
+        def follows(left: Left) -> bool:
+            if self._stopping.is_set() or not self._idle.ended(query, left):
+                return False
+            if not following:
+                following.append(self._idle.begin())
+            return True
+
         try:
             while not self._stopping.is_set():
-                query = self._idle.begin()
+                query = following.pop() if following else self._idle.begin()
                 taken = partial(loop.call_soon_threadsafe, partial(self._idle.found, query))
-                left = await self._persist(partial(run, "attempt", taken), close)
-                if not self._idle.ended(query, left):
+                given = (taken, follows) if self._database.is_async else (taken,)
+                left = await self._persist(partial(run, "attempt", *given), close)
+                if not following and not self._idle.ended(query, left):
                     await self._idle.wait(self._stopping)
         finally:
             await close()

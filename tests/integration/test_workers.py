@@ -465,7 +465,7 @@ def test_what_handlers_do_with_their_connection(outbox: Outbox) -> None:
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["", "async"])
-def test_a_message_costs_two_trips_beside_those_of_its_handler(
+def test_a_message_costs_one_trip_or_two_beside_those_of_its_handler(
     outbox: Outbox, is_async: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     messages = 20
@@ -492,7 +492,39 @@ def test_a_message_costs_two_trips_beside_those_of_its_handler(
     with working(worker):
         wait_until(lambda: is_empty(outbox))
     assert len(seen) == messages
-    assert {after - before for before, after in pairwise(seen)} == {2}
+    assert {after - before for before, after in pairwise(seen)} == {1 if is_async else 2}
+
+
+def test_what_is_claimed_with_the_last_commit_is_given_back(outbox: Outbox) -> None:
+    fill(outbox, 1, 2, 3)
+    worker = Worker(outbox.worker_dsn, "mail", concurrency=1, listen=False)
+
+    @worker.handles()
+    async def handle(message: Message, conn: psycopg.AsyncConnection[Any]) -> None:
+        await conn.execute("insert into done values (%s)", (json.dumps(message.payload),))
+        worker.stop()
+
+    asyncio.run(worker.run())
+    assert done(outbox) == [1]
+    assert outbox.column("select interruptions from relay.queue_messages") == [0, 0]
+    assert [state for state, *_ in states(outbox)] == ["enqueued", "enqueued"]
+
+
+def test_a_claim_that_fails_behind_a_commit_is_no_failure_of_the_message(
+    outbox: Outbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(outbox, 1, 2)
+    worker = Worker(outbox.worker_dsn, "mail", concurrency=1, listen=False)
+
+    @worker.handles()
+    async def handle(message: Message, conn: psycopg.AsyncConnection[Any]) -> None:
+        await conn.execute("insert into done values (%s)", (json.dumps(message.payload),))
+        await conn.execute("deallocate all")
+
+    with working(worker):
+        wait_until(lambda: is_empty(outbox))
+    assert done(outbox) == [1, 2]
+    assert "a message was not handled" not in caplog.text
 
 
 def test_through_a_pooler_of_transactions(outbox: Outbox) -> None:
