@@ -27,7 +27,7 @@ def arrow_schema(frame: DataFrame) -> pa.Schema:
     comments = [each.metadata.get("comment") for each in frame.schema]
     return pa.schema(
         [
-            pa.field(field.name, field.type, metadata={"comment": text} if text else None)
+            pa.field(field.name, field.type, metadata={"comment": str(text)} if text else None)
             for field, text in zip(fields, comments, strict=True)
         ]
     )
