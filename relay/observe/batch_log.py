@@ -83,15 +83,15 @@ class Summary(BatchListener, Recurring):
                 self._sums["windows_of_others"] += 1
                 self._lag = _lag(batch)
                 return
-            self._sums.update(
-                batches=1,
-                events=batch.events,
-                transactions=len(batch.transactions),
-                applied=outcome.applied,
-                skipped=outcome.skipped,
-                deferred=outcome.deferred,
-                dead=sum(dead.events for dead in outcome.dead),
-            )
+            sums = self._sums
+            sums["batches"] += 1
+            sums["events"] += batch.events
+            sums["transactions"] += len(batch.transactions)
+            for task in outcome.tasks:
+                sums["applied"] += task.applied
+                sums["skipped"] += task.skipped
+                sums["deferred"] += task.deferred
+                sums["dead"] += sum(dead.events for dead in task.dead)
             self._lag = _lag(batch)
 
     def redelivered(self, retried: Handled) -> None:

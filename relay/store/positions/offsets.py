@@ -182,7 +182,9 @@ def lock(
             "or restore the number of partitions that the group began with"
         )
     last, snapshot = of_group[3], of_group[6]
-    holding, streaks, epoch, queues = (json.loads(each or "null") for each in of_group[7:])
+    holding, streaks, epoch, queues = (
+        None if each is None else json.loads(each) for each in of_group[7:]
+    )
     return Locked(
         positions,
         None
@@ -237,10 +239,13 @@ def advance(
     for each in advances:
         former = positions[each.partition_id]
         moved.append(
-            replace(
-                former,
-                applied_lsn=max(former.applied_lsn, each.applied_lsn),
-                next_offset=max(former.next_offset, each.next_offset),
+            PartitionPosition(
+                former.partition_id,
+                former.number,
+                max(former.applied_lsn, each.applied_lsn),
+                former.snapshot_id,
+                former.polled_offset,
+                max(former.next_offset, each.next_offset),
             )
         )
     return _append(group, moved, noted, durable)
