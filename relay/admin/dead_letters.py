@@ -75,13 +75,12 @@ def printed(
     """
     if wanted.queue is not None:
         require_known(target, settings, wanted.queue)
-    host, transaction, source = wanted.host_id, wanted.transaction_id, settings.source
-    return replace(
-        wanted,
-        host_id=host and source.printed_id("host_id", host, f"{prefix}host"),
-        transaction_id=transaction
-        and source.printed_id("transaction_id", transaction, f"{prefix}transaction"),
-    )
+    printed = {
+        name: settings.source.printed_id(f"{name}_id", given, f"{prefix}{name}")
+        for name, given in wanted.given().items()
+        if name in ("host", "transaction")
+    }
+    return wanted.model_copy(update=printed)
 
 
 class DeadLetters:

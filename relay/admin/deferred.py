@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from datetime import datetime
 from itertools import groupby
 
@@ -22,7 +21,8 @@ from relay.store.dead_letters import NewDeadTransaction
 from relay.store.deferred import due as deferred_due
 from relay.store.deferred import selection as deferred_selection
 from relay.store.deferred.due import DueTransaction
-from relay.store.deferred.selection import DeferredSelection, FoundDeferred
+from relay.store.deferred.selection import FoundDeferred
+from relay.store.filters import DeferredSelection
 from relay.store.literals import storable
 from relay.store.positions import sinks
 
@@ -56,7 +56,7 @@ class DeferredTransactions:
                 f"event {event_id} is not deferred, or the filters leave it out: `relay event {event_id}` shows where "
                 "it is"
             )
-        return replace(wanted, ids=tuple(ids))
+        return wanted.model_copy(update={"ids": ids})
 
     def having(
         self, event_id: str, wanted: DeferredSelection = _ANY, offset: int | None = None
@@ -67,10 +67,8 @@ class DeferredTransactions:
         of the outbox with this c_offset.
         """
         key = storable(self._conn, deferred.event_key(event_id))
-        indexed = replace(wanted, event=key)
-        ids = [
-            each.id for each in deferred_selection.listed(self._conn, self._group, indexed, _ALL)
-        ]
+        indexed = deferred_selection.listed(self._conn, self._group, wanted, _ALL, event=key)
+        ids = [each.id for each in indexed]
         with self._conn.transaction():
             due = deferred_selection.without_ids(self._conn, self._group, wanted, offset)
             for run in deferred_due.runs(due):
@@ -205,5 +203,5 @@ class DeferredTransactions:
         for sink, count in transactions.items():
             if not count:
                 continue
-            detail = {"transactions": count, "filter": selected.wanted.as_json(), **more}
+            detail = {"transactions": count, "filter": selected.wanted.given(), **more}
             actions.record(self._conn, self._group, sink, action, reason, detail)

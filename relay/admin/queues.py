@@ -42,12 +42,10 @@ def shown(
 ) -> tuple[QueueFigures, list[QueueItem]]:
     """Read the figures of a queue, and at most `limit` of its items that a filter selects, the oldest first.
 
-    Without states, done ones are none of them. Raises UnknownQueue, ConfigurationError if there is no such state,
-    psycopg.Error.
+    Without states, done ones are none of them. Raises UnknownQueue, ConfigurationError, psycopg.Error.
     """
-    _require_states(wanted, states.MESSAGES)
     if wanted.states is None:
-        wanted = replace(wanted, states=list(states.UNDONE))
+        wanted = wanted.model_copy(update={"states": list(states.UNDONE)})
     with reach_target(settings) as target:
         figures = _figures(target, settings, name)
         return figures, queues.items(target, name, wanted, limit)

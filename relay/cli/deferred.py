@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -18,35 +18,19 @@ from relay.cli.options import ConfigOption, JsonOption, time_of, warn, with_grou
 from relay.cli.terminal import DRY_RUN_SHOWS, ActionOptions, approved, print_table
 from relay.config.files import load
 from relay.faults import ConfigurationError
-from relay.store import states
+from relay.store.filters import DeferredSelection
 
 if TYPE_CHECKING:
-    from relay.store.deferred.selection import Deferred, DeferredSelection, FoundDeferred
+    from relay.store.deferred.selection import Deferred, FoundDeferred
 
 deferred = typer.Typer(
     help="Deferred transactions: scheduled, to be retried, or blocked by an earlier one of their key.",
     no_args_is_help=True,
 )
 
-IdOption = Annotated[list[int] | None, typer.Option("--id", help="The transaction; repeatable.")]
-SinkOption = Annotated[
-    str | None, typer.Option("--sink", help="The sink that it goes to; '' for the target.")
-]
-HandlerOption = Annotated[
-    str | None, typer.Option("--handler", help="The handler that failed last.")
-]
-KindOption = Annotated[
-    str | None,
-    typer.Option("--kind", help=f"One of {', '.join(states.DEFERRED)}."),
-]
-KeyOption = Annotated[str | None, typer.Option("--key", help="One of its ordering keys.")]
 EventOption = Annotated[
     str | None,
     typer.Option("--event", metavar="ID", help="The id of one of its events."),
-]
-HostOption = Annotated[str | None, typer.Option("--host", help="One of its host_ids.")]
-EndpointOption = Annotated[
-    str | None, typer.Option("--endpoint", help="The one of several endpoints that it goes to.")
 ]
 _KEYS_SHOWN = 3
 
@@ -56,33 +40,8 @@ class DeferredSelectionOptions:
     """The configuration, and the filter of a command on the deferred transactions of its group."""
 
     config: ConfigOption = None
-    id_: IdOption = None
-    sink: SinkOption = None
-    handler: HandlerOption = None
-    kind: KindOption = None
-    key: KeyOption = None
-    host: HostOption = None
+    wanted: DeferredSelection = field(default_factory=DeferredSelection)
     event: EventOption = None
-    endpoint: EndpointOption = None
-
-    def selection(self) -> DeferredSelection:
-        """Return the filter. Raises ConfigurationError if there is no such kind."""
-        from relay.store.deferred.selection import DeferredSelection
-
-        if self.kind is not None and self.kind not in states.DEFERRED:
-            raise ConfigurationError(
-                f"--kind: {self.kind!r} is not {states.listed(states.DEFERRED)}"
-            )
-        ids = tuple(self.id_ or ())
-        return DeferredSelection(
-            ids,
-            self.sink,
-            self.handler,
-            self.kind,
-            self.key,
-            self.host,
-            endpoint=self.endpoint,
-        )
 
 
 class _OpenedDeferred(NamedTuple):
@@ -93,7 +52,7 @@ class _OpenedDeferred(NamedTuple):
 
     @property
     def is_filtered(self) -> bool:
-        return bool(self.wanted.as_json())
+        return bool(self.wanted.given())
 
     def listed(self, limit: int) -> list[Deferred]:
         from relay.store.deferred import selection as deferred_selection
@@ -106,7 +65,7 @@ def _opened(options: DeferredSelectionOptions) -> Iterator[_OpenedDeferred]:
     from relay.admin.connections import reach_target
     from relay.admin.deferred import DeferredTransactions
 
-    wanted, settings = options.selection(), load(options.config)
+    wanted, settings = options.wanted, load(options.config)
     with reach_target(settings) as conn:
         deferrals = DeferredTransactions(settings, conn)
         if options.event is not None:
@@ -231,12 +190,14 @@ def deferred_move(
     action: ActionOptions,
 ) -> None:
     """Move scheduled transactions to another time: all of their events, whatever `deliver_at` says."""
-    if options.kind not in (None, "scheduled"):
+    if options.wanted.kind not in (None, "scheduled"):
         raise ConfigurationError("--kind: only scheduled transactions can be moved")
     with _opened(options) as opened:
         scheduled = opened
         if opened.is_filtered or action.everything:
-            scheduled = opened._replace(wanted=replace(opened.wanted, kind="scheduled"))
+            scheduled = opened._replace(
+                wanted=opened.wanted.model_copy(update={"kind": "scheduled"})
+            )
         selected = _approved(scheduled, f"will be moved to {moment(to)}", action)
         if selected is None:
             return

@@ -8,8 +8,7 @@ import stat
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from datetime import datetime
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TextIO
 
@@ -32,9 +31,9 @@ from relay.cli.options import (
     DryRunOption,
     JsonOption,
     ReasonOption,
+    Without,
     YesOption,
     out,
-    time_of,
     warn,
     with_groups,
 )
@@ -73,40 +72,9 @@ IdOption = Annotated[
         help="The dead letter; repeatable. That of a work queue has the queue in it, unless --queue says it.",
     ),
 ]
-TransactionOption = Annotated[str | None, typer.Option("--transaction", help="Its transaction_id.")]
-HostOption = Annotated[str | None, typer.Option("--host", help="Its host_id.")]
-SinkOption = Annotated[
-    str | None,
-    typer.Option(
-        "--sink",
-        help="The sink to which it belongs; '' for the target, queue:NAME for a work queue.",
-    ),
-]
-HandlerOption = Annotated[str | None, typer.Option("--handler", help="The handler that failed.")]
 QueueOption = Annotated[
     str | None, typer.Option("--queue", help="The work queue to which it belongs.")
 ]
-TypeOption = Annotated[str | None, typer.Option("--type", help="Its event_type.")]
-SinceOption = Annotated[
-    datetime | None,
-    typer.Option(
-        "--since", parser=time_of, metavar="TIME", help="Dead-lettered at this time (UTC) or later."
-    ),
-]
-UntilOption = Annotated[
-    datetime | None,
-    typer.Option(
-        "--until", parser=time_of, metavar="TIME", help="Dead-lettered before this time (UTC)."
-    ),
-]
-ExceptionOption = Annotated[
-    str | None, typer.Option("--exception", metavar="TEXT", help="A part of the exception.")
-]
-EndpointOption = Annotated[
-    str | None, typer.Option("--endpoint", help="The one of a sink's endpoints that it was for.")
-]
-_STATUSES = states.listed(states.DEAD)
-StatusOption = Annotated[str | None, typer.Option("--status", help=f"{_STATUSES}.")]
 
 
 def _named(text: str, queue: str | None) -> tuple[str | None, int]:
@@ -126,51 +94,33 @@ class SelectionOptions:
 
     config: ConfigOption = None
     id_: IdOption = None
-    transaction: TransactionOption = None
-    host: HostOption = None
-    sink: SinkOption = None
-    handler: HandlerOption = None
-    type_: TypeOption = None
-    since: SinceOption = None
-    until: UntilOption = None
-    exception: ExceptionOption = None
+    conditions: Annotated[DeadLetterSelection, Without(["ids", "status"])] = field(
+        default_factory=DeadLetterSelection
+    )
     queue: QueueOption = None
-    endpoint: EndpointOption = None
 
     def selection(self) -> DeadLetterSelection:
         """Return the filter. Raises ConfigurationError for options that contradict each other."""
-        if self.queue is not None and self.sink is not None:
+        sink = self.conditions.sink
+        if self.queue is not None and sink is not None:
             raise ConfigurationError("--sink: cannot be given with --queue")
-        queue = self.queue if self.sink is None else queue_of(self.sink)
-        given = self.sink if queue is None else of_queue(queue)
+        queue = self.queue if sink is None else queue_of(sink)
+        given = sink if queue is None else of_queue(queue)
         named = [_named(each, queue) for each in self.id_ or ()]
         consumers = {given if of is None else of_queue(of) for of, _ in named} or {given}
-        if len(consumers) > 1 or self.sink not in (None, *consumers):
+        if len(consumers) > 1 or sink not in (None, *consumers):
             raise ConfigurationError("--id: name dead letters of one queue, or of none, at a time")
-        return DeadLetterSelection(
-            ids=tuple(number for _, number in named),
-            transaction_id=self.transaction,
-            host_id=self.host,
-            handler=self.handler,
-            event_type=self.type_,
-            since=self.since,
-            until=self.until,
-            exception=self.exception,
-            sink=consumers.pop(),
-            endpoint=self.endpoint,
-        )
+        ids = [number for _, number in named]
+        return self.conditions.model_copy(update={"ids": ids, "sink": consumers.pop()})
 
 
 @dataclass(frozen=True)
 class StatusSelectionOptions(SelectionOptions):
     """The same for a command that only reads: it selects dead transactions of any status."""
 
-    status: StatusOption = None
-
-    def selection(self) -> DeadLetterSelection:
-        if self.status is not None and self.status not in states.DEAD:
-            raise ConfigurationError(f"--status: {self.status!r} is not {_STATUSES}")
-        return replace(super().selection(), status=self.status)
+    conditions: Annotated[DeadLetterSelection, Without(["ids"])] = field(
+        default_factory=DeadLetterSelection
+    )
 
 
 class _Opened(NamedTuple):
@@ -429,7 +379,7 @@ def dlq_export(
         exported = dead_letter_selection.exported(opened.conn, opened.group, opened.wanted)
         written = 0
         shown = progress() if file or not sys.stdout.isatty() else nullcontext(silent)
-        total = _events(opened, options.status) if sys.stderr.isatty() else None
+        total = _events(opened, options.conditions.status) if sys.stderr.isatty() else None
         with shown as report, _private(file) if file else nullcontext(sys.stdout) as stream:
             for written, line in enumerate(exported, start=1):
                 print(line if file else printable_json(line), file=stream)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,7 +25,6 @@ from relay.cli.options import (
 from relay.cli.terminal import print_table
 from relay.config.files import load
 from relay.model.json_fields import json_fields
-from relay.store import states
 from relay.store.queues import MessageSelection
 
 if TYPE_CHECKING:
@@ -95,42 +94,12 @@ def _print_state(queue: QueueFigures) -> None:
     say(f"queue {queue.queue} is being filled from the log, with {so_far} so far{fails}")
 
 
-EventOption = Annotated[
-    str | None, typer.Option("--event", metavar="ID", help="The id of its event.")
-]
-KeyOption = Annotated[str | None, typer.Option("--key", help="Its ordering key.")]
-IdOption = Annotated[int | None, typer.Option("--id", help="The id of the message.")]
-TypeOption = Annotated[str | None, typer.Option("--type", help="Its event_type.")]
-HostOption = Annotated[str | None, typer.Option("--host", help="Its host_id.")]
-ErrorOption = Annotated[
-    str | None,
-    typer.Option("--error", metavar="TEXT", help="A part of the error of its last attempt."),
-]
-StateOption = Annotated[
-    list[str] | None,
-    typer.Option("--state", help=f"Its state: {states.listed(states.MESSAGES)}; repeatable."),
-]
-
-
 @dataclass(frozen=True)
 class MessageSelectionOptions:
     """The configuration, and the filter of a command on messages of a queue."""
 
     config: ConfigOption = None
-    event: EventOption = None
-    key: KeyOption = None
-    id_: IdOption = None
-    type_: TypeOption = None
-    host: HostOption = None
-    error: ErrorOption = None
-    state: StateOption = None
-
-    def selection(self) -> MessageSelection:
-        """Return the filter."""
-        return MessageSelection(
-            *(self.id_, self.event, self.key, self.type_, self.host, self.error),
-            self.state or None,
-        )
+    wanted: MessageSelection = field(default_factory=MessageSelection)
 
 
 @queue.command("show")
@@ -148,8 +117,12 @@ def queue_show(
     from relay.admin.queues import attempts_of, shown
 
     settings = load(options.config)
-    figures, found = shown(settings, name, options.selection(), limit)
-    kept = [] if options.id_ is None else [a for each in found for a in attempts_of(settings, each)]
+    figures, found = shown(settings, name, options.wanted, limit)
+    kept = (
+        []
+        if options.wanted.id is None
+        else [a for each in found for a in attempts_of(settings, each)]
+    )
     if as_json:
         lists = {
             "items": list(map(json_fields, found)),
@@ -201,7 +174,7 @@ def queue_cancel(
     """Delete the messages that the filter selects; those that workers have are left to them."""
     from relay.admin.queues import cancel
 
-    cancelled = cancel(load(options.config), name, options.selection(), reason)
+    cancelled = cancel(load(options.config), name, options.wanted, reason)
     if not cancelled:
         fail("no such message, or a worker has it: `relay queue show` lists what there is", 1)
     print(counted(cancelled, "message", "messages"), "cancelled")
@@ -239,7 +212,7 @@ def _moved(
 ) -> str:
     from relay.admin.queues import move
 
-    moved = move(load(options.config), name, options.selection(), to, reason)
+    moved = move(load(options.config), name, options.wanted, to, reason)
     if not moved:
         fail("no such message waits for its time: `relay queue show` lists what there is", 1)
     return counted(moved, "message", "messages")

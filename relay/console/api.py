@@ -27,6 +27,7 @@ from relay.store.dead_letters.selection import ActedOnDead, DeadTransaction, Kin
 from relay.store.deferred.selection import Deferred
 from relay.store.endpoints import StoredEndpoint
 from relay.store.queues import MessageSelection, QueueFigures
+from relay.store.states import MessageState
 from relay.web.problems import PROBLEM, Problem
 
 DESCRIPTION = """
@@ -138,7 +139,7 @@ def queues(group: GroupDep) -> list[QueueFigures]:
 
 @router.get(_GROUP + "/queues/{queue:path}/messages", tags=["queues"])
 def queue(
-    group: GroupDep, queue: str, limit: Limit = MOST, state: str | None = None
+    group: GroupDep, queue: str, limit: Limit = MOST, state: MessageState | None = None
 ) -> models.QueueAnswer:
     """Read a queue and its messages that are not done, the oldest first; only those in a state if one is given."""
     wanted = MessageSelection(states=[state] if state else None)
@@ -151,7 +152,7 @@ def cancel_messages(
     group: GroupDep, caller: CallerDep, queue: str, act: models.MessagesAct
 ) -> MessageCount:
     """Delete messages of a queue; those that workers have are left to them."""
-    selection = act.filter.selection()
+    selection = act.filter
     return MessageCount(messages=group.cancel_messages(queue, selection, caller.name, act.reason))
 
 
@@ -160,7 +161,7 @@ def move_messages(
     group: GroupDep, caller: CallerDep, queue: str, act: models.MoveMessagesAct
 ) -> MessageCount:
     """Give messages that wait for their time, or for a retry, another time; without `to` they can be taken now."""
-    selection = act.filter.selection()
+    selection = act.filter
     moved = group.move_messages(queue, selection, act.to, caller.name, act.reason)
     return MessageCount(messages=moved)
 
@@ -242,23 +243,21 @@ def deferred(
     query: Annotated[models.DeferredQuery, Query()],
 ) -> Page[Deferred]:
     """List deferred transactions, oldest first."""
-    return group.deferred(query.selection(), query.limit, query.after)
+    return group.deferred(query, query.limit, query.after)
 
 
 @router.post(_GROUP + "/deferred/run", tags=["deferred"])
 def run(group: GroupDep, caller: CallerDep, act: models.DeferredAct) -> Count:
     """Make deferred transactions due now."""
     _require_filter(act)
-    return Count(transactions=group.run_deferred(act.filter.selection(), caller.name, act.reason))
+    return Count(transactions=group.run_deferred(act.filter, caller.name, act.reason))
 
 
 @router.post(_GROUP + "/deferred/cancel", tags=["deferred"])
 def cancel(group: GroupDep, caller: CallerDep, act: models.DeferredAct) -> Count:
     """Cancel deferred transactions: they become dead letters."""
     _require_filter(act)
-    return Count(
-        transactions=group.cancel_deferred(act.filter.selection(), caller.name, act.reason)
-    )
+    return Count(transactions=group.cancel_deferred(act.filter, caller.name, act.reason))
 
 
 @router.get(_GROUP + "/dead-letters", tags=["dead letters"])
@@ -267,7 +266,7 @@ def dead_letters(
     query: Annotated[models.DeadLetterQuery, Query()],
 ) -> Page[DeadTransaction]:
     """List dead transactions and dead messages of queues, newest first."""
-    return group.dead_letters(query.selection(), query.limit, query.before)
+    return group.dead_letters(query, query.limit, query.before)
 
 
 @router.get(_GROUP + "/dead-letters/kinds", tags=["dead letters"])
@@ -313,7 +312,7 @@ def edit(
 def replay(group: GroupDep, caller: CallerDep, act: models.DeadLettersAct) -> Count:
     """Queue dead transactions to be applied or delivered again, and put dead messages into their queues."""
     _require_filter(act)
-    done = group.replay(act.filter.selection(), caller.name, act.reason)
+    done = group.replay(act.filter, caller.name, act.reason)
     return Count(transactions=done.queued, warnings=list(done.warnings))
 
 
@@ -321,7 +320,7 @@ def replay(group: GroupDep, caller: CallerDep, act: models.DeadLettersAct) -> Co
 def discard(group: GroupDep, caller: CallerDep, act: models.DeadLettersAct) -> Count:
     """Discard dead transactions, which stay in the list; dead messages of queues are deleted."""
     _require_filter(act)
-    return Count(transactions=group.discard(act.filter.selection(), caller.name, act.reason))
+    return Count(transactions=group.discard(act.filter, caller.name, act.reason))
 
 
 @router.get(_GROUP + "/actions", tags=["actions"])

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from relay.admin import acts
 from relay.admin.acts import Act, Missing
 from relay.console.group import GroupView
-from relay.console.models import REASON_CHARACTERS, Filter, filter_of
+from relay.console.models import REASON_CHARACTERS, Wanted, filter_of
 from relay.console.security import Caller, equal
 from relay.console.views import Views
 from relay.faults import ConfigurationError
@@ -102,7 +102,7 @@ def page_size(limit: int) -> int:
 _NO_CONDITIONS = frozenset({"before", "after", "limit", "about"})
 
 
-def search_of(request: Request, model: type[Filter], **fixed: str) -> tuple[dict[str, Any], Filter]:
+def search_of(request: Request, model: type[Wanted], **fixed: str) -> tuple[dict[str, Any], Wanted]:
     """Return the fields of a search, as links and forms repeat them, and their filter; `fixed` takes precedence.
 
     Raises ConfigurationError for invalid fields.

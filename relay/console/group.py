@@ -51,8 +51,9 @@ from relay.store.dead_letters.selection import (
     Kind,
 )
 from relay.store.deferred import selection as deferred_selection
-from relay.store.deferred.selection import Deferred, DeferredSelection, FoundDeferred
+from relay.store.deferred.selection import Deferred, FoundDeferred
 from relay.store.endpoints import StoredEndpoint
+from relay.store.filters import DeferredSelection
 from relay.store.positions import offsets
 from relay.store.queues import MessageSelection, QueueFigures, QueueItem
 from relay.store.schedules import ScheduleRow

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -24,10 +23,9 @@ from relay.observe.troubles import Trouble, Urgency
 from relay.source.outbox.search import EventSearch
 from relay.store.dead_letters import DeadLetterAction, of_queue
 from relay.store.dead_letters.selection import DeadLetterSelection
-from relay.store.deferred.selection import DeferredSelection
+from relay.store.filters import DeferredSelection, Filter, Moment, Text
 from relay.store.queues import MessageSelection, QueueFigures, QueueItem
 from relay.store.schedules import ScheduleRow
-from relay.store.states import DeadStatus, DeferredKind, MessageState
 from relay.web.problems import described
 
 REASON_CHARACTERS = 1_000
@@ -35,15 +33,6 @@ REASON_CHARACTERS = 1_000
 ReasonText = Annotated[
     str, StringConstraints(strip_whitespace=True, min_length=1, max_length=REASON_CHARACTERS)
 ]
-Text = Annotated[str, StringConstraints(max_length=1_000)]
-
-
-def _aware(moment: datetime) -> datetime:
-    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
-
-
-Moment = Annotated[datetime, AfterValidator(_aware)]
-"""A time; in UTC if it has no zone."""
 
 
 class Model(BaseModel):
@@ -52,69 +41,7 @@ class Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class DeadLetterFilter(Model):
-    """Selects dead transactions with an event that meets every condition."""
-
-    ids: list[int] = Field(
-        default=[],
-        description="Ids of dead letters; selects their whole transactions. Those of a queue need its `sink`.",
-    )
-    transaction: Text | None = None
-    host: Text | None = None
-    handler: Text | None = Field(None, description="The handler that failed.")
-    kind: Text | None = Field(
-        None,
-        description="The kind of fault, as the exception begins: CheckViolation [23514].",
-    )
-    event_type: Text | None = None
-    sink: Text | None = Field(
-        None,
-        description="The sink that it belongs to; empty: the target; queue:NAME: a work queue.",
-    )
-    exception: Text | None = Field(None, description="A part of the exception's text.")
-    since: Moment | None = Field(None, description="Dead-lettered then or later.")
-    until: Moment | None = Field(None, description="Dead-lettered before.")
-    status: DeadStatus | None = None
-    endpoint: Text | None = Field(None, description="The one of a sink's endpoints that it is for.")
-
-    def selection(self) -> DeadLetterSelection:
-        """Return the selection of the store."""
-        return DeadLetterSelection(
-            tuple(self.ids),
-            self.transaction,
-            self.host,
-            self.handler,
-            self.event_type,
-            self.since,
-            self.until,
-            self.exception,
-            self.status,
-            self.sink,
-            self.kind,
-            self.endpoint,
-        )
-
-
-class DeferredFilter(Model):
-    """Selects deferred transactions that meet every condition."""
-
-    ids: list[int] = []
-    sink: Text | None = Field(None, description="The sink that it goes to; empty: the target.")
-    handler: Text | None = Field(None, description="The handler that failed last.")
-    kind: DeferredKind | None = None
-    key: Text | None = Field(None, description="One of its ordering keys.")
-    host: Text | None = None
-    endpoint: Text | None = Field(None, description="The one of a sink's endpoints that it is for.")
-
-    def selection(self) -> DeferredSelection:
-        """Return the selection of the store."""
-        return DeferredSelection(
-            *(tuple(self.ids), self.sink, self.handler, self.kind, self.key, self.host),
-            endpoint=self.endpoint,
-        )
-
-
-class EventFilter(Model):
+class EventFilter(Filter):
     """Selects events of the outbox that meet every condition."""
 
     host: Text | None = Field(None, description="Their host_id.")
@@ -138,14 +65,14 @@ class EventQuery(EventFilter):
     before: Text | None = None
 
 
-class DeadLetterQuery(DeadLetterFilter):
+class DeadLetterQuery(DeadLetterSelection):
     """A page of dead transactions; `before` is `next` of the page before."""
 
     limit: int = Field(PAGE, ge=1, le=MOST)
     before: int | None = None
 
 
-class DeferredQuery(DeferredFilter):
+class DeferredQuery(DeferredSelection):
     """A page of deferred transactions; `after` is `next` of the page before."""
 
     limit: int = Field(PAGE, ge=1, le=MOST)
@@ -224,7 +151,7 @@ class QueueReplayAct(Reasoned):
 
     def selection(self, queue: str) -> DeadLetterSelection:
         """Return the selection of the store."""
-        return DeadLetterSelection(tuple(self.ids), sink=of_queue(queue))
+        return DeadLetterSelection(ids=self.ids, sink=of_queue(queue))
 
 
 class QueueDiscardAct(QueueReplayAct):
@@ -233,26 +160,10 @@ class QueueDiscardAct(QueueReplayAct):
     all: bool = False
 
 
-class MessageFilter(Model):
-    """Selects messages of a queue that meet every condition."""
-
-    id: int | None = None
-    event_id: Text | None = None
-    key: Text | None = Field(None, description="The key that orders them.")
-    event_type: Text | None = None
-    host_id: Text | None = None
-    error: Text | None = Field(None, description="A part of the error of the last attempt.")
-    states: list[MessageState] | None = None
-
-    def selection(self) -> MessageSelection:
-        """Return the selection of the store."""
-        return MessageSelection(**self.model_dump())
-
-
 class MessagesAct(Reasoned):
     """An action on messages of a queue, which needs a condition."""
 
-    filter: MessageFilter
+    filter: MessageSelection
 
 
 class MoveMessagesAct(MessagesAct):
@@ -280,14 +191,14 @@ class OffsetsSeekAct(Reasoned):
 class DeadLettersAct(Reasoned):
     """An action on dead transactions; an empty filter needs `all`."""
 
-    filter: DeadLetterFilter = DeadLetterFilter()
+    filter: DeadLetterSelection = DeadLetterSelection()
     all: bool = False
 
 
 class DeferredAct(Reasoned):
     """An action on deferred transactions; an empty filter needs `all`."""
 
-    filter: DeferredFilter = DeferredFilter()
+    filter: DeferredSelection = DeferredSelection()
     all: bool = False
 
 
@@ -341,10 +252,10 @@ class DeadAnswer(BaseModel):
     actions: Sequence[DeadLetterAction]
 
 
-Filter = TypeVar("Filter", DeadLetterFilter, DeferredFilter, EventFilter, MessageFilter)
+Wanted = TypeVar("Wanted", bound=Filter)
 
 
-def filter_of(model: type[Filter], values: dict[str, Any]) -> Filter:
+def filter_of(model: type[Wanted], values: dict[str, Any]) -> Wanted:
     """Return the filter that the fields of a form make. Raises ConfigurationError."""
     try:
         return model.model_validate(values)

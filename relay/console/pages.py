@@ -29,10 +29,7 @@ from relay.console.forms import (
 )
 from relay.console.group import HISTORY_HOURS, PAGE, GroupView
 from relay.console.models import (
-    DeadLetterFilter,
-    DeferredFilter,
     EventFilter,
-    MessageFilter,
     filter_of,
 )
 from relay.console.security import COOKIE, SESSION_SECONDS, Guard
@@ -42,7 +39,8 @@ from relay.source.outbox.search import SCANNED, EventSearch
 from relay.store import states
 from relay.store.api_tokens import RIGHTS
 from relay.store.dead_letters import of_queue
-from relay.store.dead_letters.selection import SHOWN_CHARACTERS
+from relay.store.dead_letters.selection import SHOWN_CHARACTERS, DeadLetterSelection
+from relay.store.filters import DeferredSelection
 from relay.store.queues import MessageSelection
 
 router = APIRouter(include_in_schema=False)
@@ -246,7 +244,8 @@ def queue(
     """Show the messages of a queue that are not done, and the forms of its actions."""
 
     def read() -> dict[str, Any]:
-        figures, items = group.queue(name, MessageSelection(states=[state] if state else None))
+        wanted = filter_of(MessageSelection, {"states": [state] if state else None})
+        figures, items = group.queue(name, wanted)
         return {"queue": figures, "items": items}
 
     old = group.kept(("queue", name, state), read)
@@ -276,7 +275,7 @@ def messages_action(request: Request, views: ViewsDep, sent: SubmissionDep) -> R
     names = ("id", "event_type", "key", "error")
     given = {each: sent.fields[each].strip() or None for each in names if each in sent.fields}
     states = [sent.fields["state"]] if sent.fields.get("state") else None
-    wanted = filter_of(MessageFilter, {**given, "states": states}).selection()
+    wanted = filter_of(MessageSelection, {**given, "states": states})
     if request.url.path.endswith("/run"):
         changed = sent.group.move_messages(name, wanted, None, operator, reason)
         text = f"{counted(changed, 'message', 'messages')} can be taken now."
@@ -366,10 +365,10 @@ def deferred(
     request: Request, views: ViewsDep, group: GroupDep, after: int = 0, limit: int = PAGE
 ) -> Response:
     """List deferred transactions that a search selects."""
-    given, wanted = search_of(request, DeferredFilter)
+    given, wanted = search_of(request, DeferredSelection)
     old = group.kept(
         ("deferred", wanted.model_dump_json(), after, limit),
-        lambda: {"page": group.deferred(wanted.selection(), page_size(limit), after)},
+        lambda: {"page": group.deferred(wanted, page_size(limit), after)},
     )
     return views.page(
         request,
@@ -390,8 +389,8 @@ def deferred_confirmation(
 ) -> Response:
     """Show how many deferred transactions an action concerns, and ask for confirmation."""
     require_action(action, "run", "cancel")
-    given, wanted = search_of(request, DeferredFilter)
-    selected = group.find_deferred(wanted.selection())
+    given, wanted = search_of(request, DeferredSelection)
+    selected = group.find_deferred(wanted)
     return views.page(
         request, "confirm_deferred.html", action=action, selected=selected, given=given
     )
@@ -403,8 +402,8 @@ def deferred_action(
 ) -> Response:
     """Make deferred transactions due now, or cancel them."""
     require_action(action, "run", "cancel")
-    _, wanted = search_of(request, DeferredFilter)
-    selection, reason = wanted.selection(), sent.reason
+    _, wanted = search_of(request, DeferredSelection)
+    selection, reason = wanted, sent.reason
     if action == "run":
         text = (
             f"{_transactions(sent.group.run_deferred(selection, sent.operator, reason))} due now."
@@ -424,13 +423,13 @@ def dead_letters(
     limit: int = PAGE,
 ) -> Response:
     """List dead letters that a search selects, by default those that are neither replayed nor discarded."""
-    given, wanted = search_of(request, DeadLetterFilter)
+    given, wanted = search_of(request, DeadLetterSelection)
     if "status" not in request.query_params:
         wanted = wanted.model_copy(update={"status": "dead"})
 
     def read() -> dict[str, Any]:
         statuses, kinds = group.dead_kinds()
-        found = group.dead_letters(wanted.selection(), page_size(limit), before)
+        found = group.dead_letters(wanted, page_size(limit), before)
         consumers = group.dead_consumers()
         return {"statuses": statuses, "kinds": kinds, "page": found, "sinks": consumers}
 
@@ -452,8 +451,8 @@ def dead_letters_confirmation(
 ) -> Response:
     """Show how many dead transactions an action concerns, and ask for confirmation."""
     require_action(action, "replay", "discard")
-    given, wanted = search_of(request, DeadLetterFilter, status="dead")
-    selected = group.find_dead(wanted.selection())
+    given, wanted = search_of(request, DeadLetterSelection, status="dead")
+    selected = group.find_dead(wanted)
     return views.page(request, "confirm_dead.html", action=action, selected=selected, given=given)
 
 
@@ -463,8 +462,8 @@ def dead_letters_action(
 ) -> Response:
     """Replay or discard dead letters."""
     require_action(action, "replay", "discard")
-    _, wanted = search_of(request, DeadLetterFilter, status="dead")
-    selection, reason = wanted.selection(), sent.reason
+    _, wanted = search_of(request, DeadLetterSelection, status="dead")
+    selection, reason = wanted, sent.reason
     found = sent.group.find_dead(selection)
     if selection.queue is not None:
         # A message that is no dead letter any more has no page.

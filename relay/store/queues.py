@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, LiteralString
 
 import psycopg
 from psycopg import sql
 from psycopg.rows import class_row
+from pydantic import Field
+
+from relay.store.filters import Filter, Text
+from relay.store.states import MESSAGES, MessageState, listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,24 +64,18 @@ class QueueItem:
     host_id: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class MessageSelection:
-    """A filter for the messages of a queue: those that meet every condition which is not None.
+class MessageSelection(Filter):
+    """A filter for the messages of a queue: it selects those that meet every condition."""
 
-    `error` is a part of the text, `states` are those of `relay.store.states.MESSAGES`, the others match exactly.
-    """
-
-    id: int | None = None
-    event_id: str | None = None
-    key: str | None = None
-    event_type: str | None = None
-    host_id: str | None = None
-    error: str | None = None
-    states: list[str] | None = None
-
-    def given(self) -> dict[str, Any]:
-        """Return the conditions."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+    id: int | None = Field(None, description="The id of the message.")
+    event_id: Text | None = Field(None, description="The id of its event.")
+    key: Text | None = Field(None, description="Its ordering key.")
+    event_type: Text | None = Field(None, description="Its event_type.")
+    host_id: Text | None = Field(None, description="Its host_id.")
+    error: Text | None = Field(None, description="A part of the error of its last attempt.")
+    states: list[MessageState] | None = Field(
+        None, description=f"Its state: {listed(MESSAGES)}; repeatable."
+    )
 
     def arguments(self) -> sql.Composed:
         """Return the conditions as arguments of a function, with their names as placeholders."""

@@ -283,7 +283,7 @@ def test_a_filter_selects_dead_letters_of_both_kinds(outbox: Outbox) -> None:
     queue.die(-2)
     outbox.worker.execute("select relay.enqueue('mail', '{}', host_id => 'other')")
     outbox.worker.execute("select relay.fail('mail', id, 1) from relay.claim('mail')")
-    of_host = DeadLetterSelection(host_id=str(host(1)))
+    of_host = DeadLetterSelection(host=str(host(1)))
     with opened(target.settings) as (_, dead):
         found = dead.find(of_host)
         assert (found.transactions, found.events, found.messages) == (2, 2, 1)

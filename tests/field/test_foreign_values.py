@@ -31,7 +31,7 @@ from relay.store.connections import connect
 from relay.store.dead_letters import selection as dead_letters
 from relay.store.dead_letters.selection import DeadLetterSelection, DeadTransaction
 from relay.store.deferred import selection as deferred
-from relay.store.deferred.selection import DeferredSelection
+from relay.store.filters import DeferredSelection
 from relay.store.queues import MessageSelection
 from tests.outbox import DEFER, Outbox, event, host, relaying, wait_until
 from tests.webhook import Webhook

@@ -177,7 +177,7 @@ def test_dead_letters_and_replays_keep_ids_of_any_type(
         webhook.answers = lambda _, body: Answer()
         dead_letters = DeadLetters(settings, outbox.conn)
         host = dead[0][1]
-        assert dead_letters.find(DeadLetterSelection(host_id=host)).transactions == 1
+        assert dead_letters.find(DeadLetterSelection(host=host)).transactions == 1
         assert len(dead_letters.replay(dead_letters.find(DeadLetterSelection()), None)) == 2
         wait_until(lambda: outbox.value("select count(*) from relay.deferred") == 0)
     assert rows(outbox, "seen") == rows(outbox, "batched") == rows(outbox, "shop")

@@ -27,7 +27,7 @@ from relay.store.deferred import Deferral
 from relay.store.deferred import due as deferred_due
 from relay.store.deferred import selection as deferred_selection
 from relay.store.deferred.due import DueTransaction
-from relay.store.deferred.selection import DeferredSelection
+from relay.store.filters import DeferredSelection
 from tests.deferrals import undecoded
 from tests.outbox import Outbox
 
@@ -131,7 +131,7 @@ class Store(RuleBasedStateMachine):
     @rule(data=st.data())
     def time_passes(self, data: st.DataObject) -> None:
         chosen = data.draw(st.sets(st.sampled_from(sorted(self.rows)), min_size=1))
-        found = deferred_selection.find(self.conn, self.group, DeferredSelection(tuple(chosen)))
+        found = deferred_selection.find(self.conn, self.group, DeferredSelection(ids=tuple(chosen)))
         deferred_selection.make_due(self.conn, self.group, found)
         for number in chosen:
             if not self.rows[number].blocked:

@@ -69,9 +69,7 @@ def test_replay_is_exact_and_in_order_on_both_engines(
     dead_letters = DeadLetters(settings, outbox.conn)
     assert (
         len(
-            dead_letters.replay(
-                dead_letters.find(DeadLetterSelection(host_id=str(host(1)))), "mended"
-            )
+            dead_letters.replay(dead_letters.find(DeadLetterSelection(host=str(host(1)))), "mended")
         )
         == 10
     )
@@ -255,8 +253,8 @@ def test_a_blocked_key_is_released_by_replay_or_discard(outbox: Outbox) -> None:
                 True,
             ]
             webhook.answers = lambda _, body: Answer(200)
-            dead_letters.replay(dead_letters.find(DeadLetterSelection(host_id=str(host(1)))), None)
-            dead_letters.discard(dead_letters.find(DeadLetterSelection(host_id=str(host(2)))), None)
+            dead_letters.replay(dead_letters.find(DeadLetterSelection(host=str(host(1)))), None)
+            dead_letters.discard(dead_letters.find(DeadLetterSelection(host=str(host(2)))), None)
             wait_until(lambda: outbox.value("select count(*) from relay.deferred") == 0)
     amounts = {
         number: [

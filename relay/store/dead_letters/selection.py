@@ -12,9 +12,13 @@ from typing import TYPE_CHECKING, Any, LiteralString, TypeVar
 
 from psycopg import sql
 from psycopg.rows import class_row, dict_row, scalar_row
+from pydantic import Field
 
+from relay.store import states
 from relay.store.actions import Acted
 from relay.store.dead_letters import DeadLetterRow, of_queue, queue_of
+from relay.store.filters import Filter, Moment, Text
+from relay.store.states import DeadStatus
 
 if TYPE_CHECKING:
     # The module imports the connection pool, which `relay --help` does not need.
@@ -30,27 +34,34 @@ _KIND = sql.SQL("split_part(split_part(d.exception, chr(10), 1), ':', 1)")
 """An SQL expression: the kind of fault of a dead letter `d`."""
 
 
-@dataclass(frozen=True, slots=True)
-class DeadLetterSelection:
-    """A filter for dead transactions: it selects those with an event that meets every condition that is not None.
+class DeadLetterSelection(Filter):
+    """A filter for dead transactions: it selects those with an event that meets every condition.
 
-    `event_type`, `handler` and `sink` match exactly, `exception` matches a part of the text, `kind` its beginning, such
-    as `CheckViolation [23514]`. `since` and `until` bound the time of dead-lettering. `sink` is '' for the target,
-    `queue:NAME` for a work queue; `ids` are those of the queue's messages with it, else of the target and sinks.
+    `ids` are those of a queue's messages with its `sink`, else of the target and sinks.
     """
 
-    ids: Sequence[int] = ()
-    transaction_id: str | None = None
-    host_id: str | None = None
-    handler: str | None = None
-    event_type: str | None = None
-    since: datetime | None = None
-    until: datetime | None = None
-    exception: str | None = None
-    status: str | None = None
-    sink: str | None = None
-    kind: str | None = None
-    endpoint: str | None = None
+    ids: Sequence[int] = Field(
+        [],
+        description="Ids of dead letters; selects their whole transactions. Those of a queue need its `sink`.",
+    )
+    transaction: Text | None = Field(None, description="Its transaction_id.")
+    host: Text | None = Field(None, description="Its host_id.")
+    sink: str | None = Field(
+        None,
+        description="The sink to which it belongs; '' for the target, queue:NAME for a work queue.",
+    )
+    handler: Text | None = Field(None, description="The handler that failed.")
+    kind: Text | None = Field(
+        None, description="The kind of fault, as the exception begins: CheckViolation [23514]."
+    )
+    event_type: Text | None = Field(None, description="Its event_type.")
+    since: Moment | None = Field(None, description="Dead-lettered at this time (UTC) or later.")
+    until: Moment | None = Field(None, description="Dead-lettered before this time (UTC).")
+    exception: Text | None = Field(None, description="A part of the exception.")
+    endpoint: Text | None = Field(
+        None, description="The one of a sink's endpoints that it was for."
+    )
+    status: DeadStatus | None = Field(None, description=f"{states.listed(states.DEAD)}.")
 
     @property
     def queue(self) -> str | None:
@@ -63,8 +74,8 @@ class DeadLetterSelection:
         queue = "d.queue_id = (select q.id from relay.queues as q where q.name = %(queue)s)"
         tests: dict[str, tuple[LiteralString, Any]] = {
             "ids": (f"d.id = any(%(ids)s){of_any_queue}", list(self.ids) or None),
-            "transaction": ("d.transaction_id = %(transaction)s", self.transaction_id),
-            "host": ("d.host_id = %(host)s", self.host_id),
+            "transaction": ("d.transaction_id = %(transaction)s", self.transaction),
+            "host": ("d.host_id = %(host)s", self.host),
             "handler": ("d.handler = %(handler)s", self.handler),
             "event_type": ("d.event_type = %(event_type)s", self.event_type),
             "since": ("d.created_dt >= %(since)s", self.since),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, LiteralString
 
@@ -12,6 +12,7 @@ from psycopg.rows import class_row
 
 from relay.store.connections import Connection
 from relay.store.deferred.due import DUE_COLUMNS, DueTransaction
+from relay.store.filters import DeferredSelection
 
 KIND = sql.SQL(
     """
@@ -28,46 +29,29 @@ _KEYS = sql.SQL("array(select split_part(own.key, chr(31), 1) from unnest(d.keys
 """An SQL expression: the ordering keys of a row `d`, without its endpoint."""
 
 
-@dataclass(frozen=True, slots=True)
-class DeferredSelection:
-    """A filter for deferred transactions: it selects those that meet every condition that is not None.
+def _where(
+    wanted: DeferredSelection, event: str | None = None
+) -> tuple[sql.Composable, dict[str, Any]]:
+    """Return the condition on a row `d` of relay.deferred, and its parameters.
 
-    `sink` is '' for the target. `kind` is as in `Reason`, `handler` the one that failed last,
-    `key` one of the ordering keys, `host` one of the host_ids, `event` the id of one of the events, as `event_key`
-    has it: those without event_ids are left out (see `without_ids`).
+    With an `event`, as `event_key` has it, also that it has that one: those without event_ids are left out.
     """
-
-    ids: Sequence[int] = ()
-    sink: str | None = None
-    handler: str | None = None
-    kind: str | None = None
-    key: str | None = None
-    host: str | None = None
-    event: str | None = None
-    endpoint: str | None = None
-
-    def where(self) -> tuple[sql.Composable, dict[str, Any]]:
-        """Return the condition on a row `d` of relay.deferred, and its parameters."""
-        tests: dict[str, tuple[LiteralString, Any]] = {
-            "ids": ("d.id = any(%(ids)s)", list(self.ids) or None),
-            "sink": ("d.sink = %(sink)s", self.sink),
-            "handler": ("d.handler = %(handler)s", self.handler),
-            "kind": ("{kind} = %(kind)s", self.kind),
-            "key": ("%(key)s = any({keys})", self.key),
-            "host": ("%(host)s = any(d.hosts)", self.host),
-            "event": ("d.event_ids @> array[%(event)s]", self.event),
-            "endpoint": ("d.endpoint = %(endpoint)s", self.endpoint),
-        }
-        given = {name: test for name, test in tests.items() if test[1] is not None}
-        conditions = [sql.SQL(each).format(kind=KIND, keys=_KEYS) for each, _ in given.values()]
-        return (
-            sql.SQL(" and ").join([sql.SQL("d.group_id = %(group)s"), *conditions]),
-            {name: value for name, (_, value) in given.items()},
-        )
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the conditions as JSON values."""
-        return {name: value for name, value in asdict(self).items() if value not in (None, ())}
+    tests: dict[str, tuple[LiteralString, Any]] = {
+        "ids": ("d.id = any(%(ids)s)", list(wanted.ids) or None),
+        "sink": ("d.sink = %(sink)s", wanted.sink),
+        "handler": ("d.handler = %(handler)s", wanted.handler),
+        "kind": ("{kind} = %(kind)s", wanted.kind),
+        "key": ("%(key)s = any({keys})", wanted.key),
+        "host": ("%(host)s = any(d.hosts)", wanted.host),
+        "event": ("d.event_ids @> array[%(event)s]", event),
+        "endpoint": ("d.endpoint = %(endpoint)s", wanted.endpoint),
+    }
+    given = {name: test for name, test in tests.items() if test[1] is not None}
+    conditions = [sql.SQL(each).format(kind=KIND, keys=_KEYS) for each, _ in given.values()]
+    return (
+        sql.SQL(" and ").join([sql.SQL("d.group_id = %(group)s"), *conditions]),
+        {name: value for name, (_, value) in given.items()},
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +89,15 @@ class FoundDeferred:
 
 
 def listed(
-    conn: Connection, group: str, wanted: DeferredSelection, limit: int, after: int = 0
+    conn: Connection,
+    group: str,
+    wanted: DeferredSelection,
+    limit: int,
+    after: int = 0,
+    event: str | None = None,
 ) -> list[Deferred]:
-    """List deferred transactions, oldest first, from the one after the id `after`."""
-    where, parameters = wanted.where()
+    """List deferred transactions, oldest first, from the one after the id `after`; `event` is as in `_where`."""
+    where, parameters = _where(wanted, event)
     with conn.cursor(row_factory=class_row(Deferred)) as cursor:
         return cursor.execute(
             sql.SQL(
@@ -126,7 +115,7 @@ def listed(
 
 def find(conn: Connection, group: str, wanted: DeferredSelection) -> FoundDeferred:
     """Count the transactions that a filter selects."""
-    where, parameters = wanted.where()
+    where, parameters = _where(wanted)
     last_id, transactions, events, holding = conn.execute(
         sql.SQL(
             """
@@ -144,7 +133,7 @@ def oldest(
     conn: Connection, group: str, found: FoundDeferred, limit: int
 ) -> list[tuple[str, DueTransaction]]:
     """Return the oldest of the found transactions that are still deferred, at most `limit`, each with its sink."""
-    where, parameters = found.wanted.where()
+    where, parameters = _where(found.wanted)
     rows = conn.execute(
         sql.SQL(
             """
@@ -164,7 +153,7 @@ def without_ids(
 
     With an `offset`, only those that may have the row of the outbox with this c_offset.
     """
-    where, parameters = wanted.where()
+    where, parameters = _where(wanted)
     rows = conn.execute(
         sql.SQL(
             """
@@ -181,7 +170,7 @@ def without_ids(
 
 def make_due(conn: Connection, group: str, found: FoundDeferred) -> dict[str, int]:
     """Make the found transactions due now; returns how many of each sink."""
-    where, parameters = found.wanted.where()
+    where, parameters = _where(found.wanted)
     return dict(
         conn.execute(
             sql.SQL(
@@ -203,7 +192,7 @@ def move(conn: Connection, group: str, found: FoundDeferred, to: datetime) -> di
 
     Those of sinks whose time has come may be in flight, and keep it: what is not due is never in flight.
     """
-    where, parameters = found.wanted.where()
+    where, parameters = _where(found.wanted)
     return dict(
         conn.execute(
             sql.SQL(
