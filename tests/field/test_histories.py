@@ -19,7 +19,6 @@ import pytest
 
 from relay import Delivery
 from relay.admin.offsets import plan_seek, seek
-from relay.admin.sinks import plan_seek as plan_sink
 from relay.admin.sinks import seek as seek_sink
 from relay.config.settings import Settings
 from relay.demo.embedded import Cluster
@@ -693,7 +692,7 @@ def test_the_whole_group_is_moved_to_another_history_first(
         if part == "partition":
             seek(settings, plan_seek(settings, "1", 0), 0)
         else:
-            seek_sink(settings, "deliver", plan_sink(settings, "deliver", "1").goal, False, None)
+            seek_sink(settings, "deliver", to="1")
 
     with pytest.raises(ConfigurationError, match="the whole group"):
         move()
