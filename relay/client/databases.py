@@ -33,8 +33,8 @@ from relay.runtime.adapters import own
 
 
 @dataclass(slots=True)
-class Claimed:
-    """An open transaction, and what the statement that began it has returned."""
+class ClaimedRows:
+    """An open transaction, and the rows that the statement which began it has returned."""
 
     session: Any
     rows: list[str]
@@ -51,7 +51,7 @@ class Link(Protocol):
         """Return a context manager with a session in a transaction. Raises what the driver raises."""
         ...
 
-    def claiming(self, statement: Statement, text: str) -> AbstractContextManager[Claimed]:
+    def claiming(self, statement: Statement, text: str) -> AbstractContextManager[ClaimedRows]:
         """Return a context manager for a transaction that begins with a statement, and ends with what `ending` says."""
         ...
 
@@ -79,7 +79,7 @@ class AsyncLink(Protocol):
         """Return an asynchronous context manager with a session in a transaction."""
         ...
 
-    def claiming(self, statement: Statement, text: str) -> AbstractAsyncContextManager[Claimed]:
+    def claiming(self, statement: Statement, text: str) -> AbstractAsyncContextManager[ClaimedRows]:
         """Return an asynchronous context manager for a transaction that begins with a statement, see `Link`."""
         ...
 
@@ -132,9 +132,9 @@ class Steps:
     fetch: Callable[[Any, Statement, str], list[str]]
 
     @contextmanager
-    def claiming(self, statement: Statement, text: str) -> Iterator[Claimed]:
+    def claiming(self, statement: Statement, text: str) -> Iterator[ClaimedRows]:
         with self.transaction() as session:
-            claimed = Claimed(session, self.fetch(session, statement, text))
+            claimed = ClaimedRows(session, self.fetch(session, statement, text))
             yield claimed
             if claimed.ending is not None:
                 self.fetch(session, *claimed.ending)
@@ -151,9 +151,9 @@ class AsyncSteps:
     fetch: Callable[[Any, Statement, str], Awaitable[list[str]]]
 
     @asynccontextmanager
-    async def claiming(self, statement: Statement, text: str) -> AsyncIterator[Claimed]:
+    async def claiming(self, statement: Statement, text: str) -> AsyncIterator[ClaimedRows]:
         async with self.transaction() as session:
-            claimed = Claimed(session, await self.fetch(session, statement, text))
+            claimed = ClaimedRows(session, await self.fetch(session, statement, text))
             yield claimed
             if claimed.ending is not None:
                 await self.fetch(session, *claimed.ending)
@@ -242,7 +242,7 @@ class _Own:
         given = text.encode(self._conn.info.encoding)
         return bytes(Escaping(self._conn.pgconn).escape_literal(given))
 
-    def _ended(self, claimed: Claimed) -> tuple[bytes, ...]:
+    def _ended(self, claimed: ClaimedRows) -> tuple[bytes, ...]:
         """Return what ends a transaction."""
         if claimed.ending is None:
             return (_COMMIT,)
@@ -289,13 +289,13 @@ class _Psycopg(_Own):
     fetch = staticmethod(_psycopg_fetch)
 
     @contextmanager
-    def claiming(self, statement: Statement, text: str) -> Iterator[Claimed]:
+    def claiming(self, statement: Statement, text: str) -> Iterator[ClaimedRows]:
         self._make_idle()
         self._prepare(statement)
         try:
             rows = self._trip(*self._begun(statement, text))
             self._is_undone = False
-            claimed = Claimed(self._conn, rows)
+            claimed = ClaimedRows(self._conn, rows)
             yield claimed
             self._trip(*self._ended(claimed))
         except BaseException:
@@ -383,10 +383,10 @@ class _AsyncPsycopg(_Own):
     fetch = staticmethod(_psycopg_fetch_async)
 
     @asynccontextmanager
-    async def claiming(self, statement: Statement, text: str) -> AsyncIterator[Claimed]:
+    async def claiming(self, statement: Statement, text: str) -> AsyncIterator[ClaimedRows]:
         try:
             rows = await self._rows(statement, text)
-            claimed, self._is_undone = Claimed(self._conn, rows), False
+            claimed, self._is_undone = ClaimedRows(self._conn, rows), False
             yield claimed
             ended = self._ended(claimed)
             if claimed.is_followed:
