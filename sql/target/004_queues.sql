@@ -1601,8 +1601,9 @@ begin
     delete from relay.queue_fills as f where f.queue_id = q.id;
     delete from relay.queue_fill_deferred as f where f.queue_id = q.id;
     for pass in 1..10 loop
-        delete from relay.queue_messages as m where m.queue_id = q.id;
-        more := found;
+        -- Locked first: see relay.was_aborted.
+        more := relay.remove_messages(array(
+            select m.ctid from relay.queue_messages as m where m.queue_id = q.id for update)) > 0;
         -- What workers have made of messages until they let go of them.
         delete from relay.queue_dead_letters as d where d.queue_id = q.id;
         delete from relay.queue_done as d where d.queue_id = q.id;

@@ -158,6 +158,7 @@ def test_a_retry_and_a_given_back_message_are_no_interruptions(outbox: Outbox) -
         "cancel_messages('mail', id => {})",
         "move_messages('mail', now(), id => {})",
         "purge_queue('mail')",
+        "drop_queue('mail')",
     ],
 )
 def test_what_an_operator_takes_back_is_no_interruption(
