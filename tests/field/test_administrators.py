@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import psycopg
 import pytest
-from psycopg.conninfo import make_conninfo
 from psycopg.types.json import Jsonb
 
 from tests.outbox import Outbox, event, host, initialise
@@ -33,15 +32,14 @@ def test_publishers_publish_where_another_administrator_has_made_the_roles(attri
             "alter database source owner to installer;"
             "alter database target owner to installer".encode()
         )
-        administrator = {"user": "installer", "password": "p"}
         initialise(
             outbox.settings(target={"dsn": target.relay_dsn}),
-            make_conninfo(outbox.superuser_dsn, **administrator),
-            make_conninfo(target.superuser_dsn, **administrator),
+            outbox.dsn_as("installer", "p"),
+            target.dsn_as("installer", "p"),
         )
         owner = "select proowner::regrole::text from pg_proc where oid = 'relay.publish'::regproc"
         assert outbox.value(owner) == "relay_owner"
-        with psycopg.connect(outbox.superuser_dsn, user="shop", password="p") as shop:
+        with psycopg.connect(outbox.dsn_as("shop", "p")) as shop:
             shop.execute(
                 "select relay.publish(%s, %s, %s::jsonb)", (host(1), host(2), Jsonb([event()]))
             )

@@ -135,7 +135,7 @@ def test_the_answer_comes_after_the_commit(outbox: Outbox, writers: list[CommitW
 
     def look(submission: IncomingEvents) -> Any:
         def visible(future: Future[Accepted]) -> None:
-            with psycopg.connect(outbox.superuser_dsn) as conn:
+            with psycopg.connect(outbox.relay_dsn) as conn:
                 query = "select from outbox_message_t where id = %s"
                 seen.append(conn.execute(query, (submission.ids[0],)).fetchone() is not None)
 

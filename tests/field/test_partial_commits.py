@@ -239,7 +239,7 @@ def test_partitions_that_come_under_their_own_names_are_noticed(own: Outbox) -> 
 
 def attach_within(outbox: Outbox, before: bool, hosts: tuple[int, int]) -> None:
     """Publish within a transaction that attaches a partition which has a row already."""
-    with psycopg.connect(outbox.superuser_dsn) as conn:
+    with psycopg.connect(outbox.installer_dsn) as conn:
         insert = "insert into {} (host_id, payload, part) values (%s, %s, %s)"
         if before:
             conn.execute(insert.format("own").encode(), (host(hosts[0]), Jsonb({"n": 2}), "a"))

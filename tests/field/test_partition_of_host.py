@@ -211,8 +211,8 @@ def test_a_host_that_changes_between_plan_and_read_is_not_left_out(outbox: Outbo
         outbox.publish(host(2), event(2))
     between = Difference(before, current_position(outbox.conn).snapshot)
     rows = OutboxRows(settings)
-    with psycopg.connect(outbox.superuser_dsn, autocommit=True) as planning:
-        (portion,) = list(rows.plan(planning, between, -(2**63)))
+    with psycopg.connect(outbox.relay_dsn, autocommit=True) as reading:
+        (portion,) = list(rows.plan(reading, between, -(2**63)))
     (share,) = portion.shares
     of_first = partition_of(int(hashes([str(host(1)).encode()])[0]), settings.partitions)
     assert of_first in share.partitions

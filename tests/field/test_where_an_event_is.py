@@ -113,7 +113,7 @@ def test_the_state_is_that_of_the_event_and_not_of_its_neighbour(
     ids = [str(uuid.uuid4()) for _ in range(3)]
     together = uuid.uuid4()
     with relaying(settings):
-        with psycopg.connect(outbox.superuser_dsn) as conn:
+        with psycopg.connect(outbox.publisher_dsn) as conn:
             conn.execute(_INSERT, (ids[0], host(1), together, LATER, host(9)))
             # Between the offsets of the others, in a commit of its own, and without a transaction id.
             outbox.conn.execute(_INSERT, (ids[1], host(2), None, None, host(9)))

@@ -10,7 +10,6 @@ from itertools import product
 
 import psycopg
 import pytest
-from psycopg.conninfo import conninfo_to_dict
 
 from relay.config.effects import Effects
 from relay.faults import FaultAction, action_for
@@ -105,7 +104,7 @@ def test_retention_goes_on_after_a_source_was_read_only(
         # What the group is past may be removed.
         outbox.wait_compared()
     outbox.conn.execute("delete from relay.readers")
-    name = conninfo_to_dict(outbox.superuser_dsn)["dbname"]
+    name = outbox.conn.info.dbname
     outbox.conn.execute(f"alter database {name} set default_transaction_read_only = on".encode())
     monkeypatch.setattr(schedule, "NOTE_SECONDS", 0.05)
     later = datetime.now(UTC) + timedelta(days=2)

@@ -158,8 +158,10 @@ def test_neither_payloads_nor_passwords_are_logged(outbox: Outbox, tmp_path: Pat
         "create role keeper login replication password 'hunter2-secret' in role app_relay"
     )
     try:
-        dsn = f"{outbox.superuser_dsn}{'&' if '?' in outbox.superuser_dsn else '?'}user=keeper&password=hunter2-secret"
-        source = {**outbox.config()["source"], "dsn": dsn}
+        source = {
+            **outbox.config()["source"],
+            "dsn": outbox.dsn_as("keeper", "hunter2-secret"),
+        }
         config = outbox.config_file(tmp_path / "relay.yaml", source=source)
         outbox.publish(host(1), event("payload-secret"))
         with running(config, "--log-level", "debug") as service:
@@ -313,7 +315,7 @@ def test_run_does_not_wait_for_what_only_another_dsn_mends(
     source = outbox.config()["source"]
     section = {
         **(source if key == "source" else {}),
-        "dsn": make_conninfo(outbox.superuser_dsn, **wrong),
+        "dsn": make_conninfo(outbox.relay_dsn, **wrong),
     }
     config = outbox.config_file(tmp_path / "relay.yaml", **{key: section})
     line = refused(config)
@@ -442,7 +444,7 @@ def test_a_role_that_may_not_replicate(outbox: Outbox, tmp_path: Path) -> None:
     try:
         source = {
             **outbox.config()["source"],
-            "dsn": f"{outbox.superuser_dsn}?user=weak&password=x",
+            "dsn": outbox.dsn_as("weak", "x"),
             "mode": "wal",
         }
         config = outbox.config_file(tmp_path / "relay.yaml", source=source)

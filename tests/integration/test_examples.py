@@ -27,6 +27,7 @@ from relay.spark import register
 from relay.spark.session import Session
 from tests.outbox import Outbox, event, host, wait_until
 from tests.process import ROOT, administer, relay, running
+from tests.roles import Role
 from tests.webhook import Answer, Webhook
 
 if TYPE_CHECKING:
@@ -128,8 +129,11 @@ def test_events_are_enriched_once_with_relay_killed(outbox: Outbox, tmp_path: Pa
 def test_a_backfill_and_relay_meet_exactly(
     spark: SparkSession, outbox: Outbox, tmp_path: Path
 ) -> None:
-    """Events are published before the group, between it and the backfill, and while relay runs."""
-    outbox.conn.execute((EXAMPLES / "backfill" / "projection.sql").read_bytes())
+    """Events are published before the group, between it and the backfill, and while relay runs.
+
+    All is done by who owns the database, and the projection, which the backfill empties.
+    """
+    outbox.login(Role.INSTALLER).execute((EXAMPLES / "backfill" / "projection.sql").read_bytes())
     config = configuration("backfill/relay.yaml", outbox, slot=f"{outbox.slot}_sales")
     file = tmp_path / "relay.yaml"
     file.write_text(yaml.safe_dump(config))
@@ -149,21 +153,25 @@ def test_a_backfill_and_relay_meet_exactly(
 
     publish_days(0, 365)
     assert (
-        administer(outbox, "init", "--config", str(file), OUTBOX_DSN=outbox.relay_dsn).returncode
+        administer(
+            outbox, "init", "--config", str(file), OUTBOX_DSN=outbox.installer_dsn
+        ).returncode
         == 0
     )
     publish_days(300, 330)
-    shown = relay("offsets", "show", "--config", str(file), "--json", OUTBOX_DSN=outbox.relay_dsn)
+    shown = relay(
+        "offsets", "show", "--config", str(file), "--json", OUTBOX_DSN=outbox.installer_dsn
+    )
     (snapshot,) = {each["snapshot"] for each in json.loads(shown.stdout)}
     example = module("backfill/backfill.py")
     zone = spark.conf.get("spark.sql.session.timeZone")
     spark.conf.set("spark.sql.session.timeZone", "UTC")
     try:
         for _ in range(2):
-            assert example.backfill(spark, snapshot, outbox.superuser_dsn) == 365 * 5
+            assert example.backfill(spark, snapshot, outbox.installer_dsn) == 365 * 5
     finally:
         spark.conf.set("spark.sql.session.timeZone", str(zone))
-    with running(file, OUTBOX_DSN=outbox.relay_dsn) as service:
+    with running(file, OUTBOX_DSN=outbox.installer_dsn) as service:
         publish_days(360, 370)
         wait_until(lambda: outbox.value("select sum(orders) from daily_sales") == 405 * 5)
         assert service.terminate() == 0
@@ -191,11 +199,11 @@ def test_notifications(outbox: Outbox, tmp_path: Path, monkeypatch: pytest.Monke
             return Answer(503)
         return Answer()
 
-    outbox.conn.execute((folder / "tables.sql").read_bytes())
+    outbox.login(Role.INSTALLER).execute((folder / "tables.sql").read_bytes())
     config = tmp_path / "relay.yaml"
     config.write_text(yaml.safe_dump(configuration("notifications/relay.yaml", outbox)))
-    # The page has one address for relay, the service and its workers.
-    monkeypatch.setenv("DATABASE_URL", outbox.superuser_dsn)
+    # The page has one address for relay, the service and its workers: that of who owns the database.
+    monkeypatch.setenv("DATABASE_URL", outbox.installer_dsn)
     with Webhook() as provider, ExitStack() as stack:
         provider.answers = answers
         for name in ("EMAIL_PROVIDER", "SMS_PROVIDER"):
@@ -245,15 +253,15 @@ def test_notifications(outbox: Outbox, tmp_path: Path, monkeypatch: pytest.Monke
 def test_reminders(outbox: Outbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One event becomes a message for each customer, once; each is sent when its time has come, and not before."""
     folder = EXAMPLES / "reminders"
-    outbox.conn.execute((folder / "tables.sql").read_bytes())
+    outbox.login(Role.INSTALLER).execute((folder / "tables.sql").read_bytes())
     outbox.conn.execute(
         "insert into customers (email, reminded_after) select 'a@shop.example', after::interval"
         " from unnest('{0,0,1 second,1 hour}'::text[]) as after"
     )
     config = tmp_path / "relay.yaml"
     config.write_text(yaml.safe_dump(configuration("reminders/relay.yaml", outbox)))
-    # The page has one address for relay, the service and its workers.
-    monkeypatch.setenv("DATABASE_URL", outbox.superuser_dsn)
+    # The page has one address for relay, the service and its workers: that of who owns the database.
+    monkeypatch.setenv("DATABASE_URL", outbox.installer_dsn)
     assert administer(outbox, "init", "--config", str(config)).returncode == 0
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
     with ExitStack() as stack:

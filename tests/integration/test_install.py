@@ -152,7 +152,7 @@ def test_an_unreleased_schema_is_not_migrated(config: Path, outbox: Outbox) -> N
 
 def test_a_role_that_may_not_see_the_schema_is_told_so(outbox: Outbox, tmp_path: Path) -> None:
     outbox.conn.execute(f"create role {outbox.slot}_weak login password 'x'".encode())
-    dsn = f"{outbox.superuser_dsn}?user={outbox.slot}_weak&password=x"
+    dsn = outbox.dsn_as(f"{outbox.slot}_weak", "x")
     config = outbox.config_file(
         tmp_path / "relay.yaml", source={**outbox.config()["source"], "dsn": dsn}
     )
@@ -612,7 +612,7 @@ def test_uninstalling_without_the_right_says_how(outbox: Outbox, tmp_path: Path)
     try:
         source = {
             **outbox.config()["source"],
-            "dsn": f"{outbox.superuser_dsn}?user=weak&password=x",
+            "dsn": outbox.dsn_as("weak", "x"),
         }
         config = outbox.config_file(tmp_path / "relay.yaml", source=source)
         said = refusal(config, "uninstall", "--yes")

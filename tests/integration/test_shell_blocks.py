@@ -69,7 +69,7 @@ def with_backup(outbox: Outbox, folder: Path) -> Iterator[Replaced]:
     """Where a comment says so, the database is dropped and created."""
     outbox.config_file(folder / "relay.yaml")
     outbox.publish(host(1), event(1))
-    name = conninfo_to_dict(outbox.superuser_dsn)["dbname"]
+    name = outbox.conn.info.dbname
     psql = "psql dbname=postgres -c"
     drop = f"{psql} 'drop database {name} with (force)'\n"
     create = f"{psql} 'create database {name} owner {Role.INSTALLER}'\n"

@@ -251,9 +251,7 @@ def test_a_wrong_schema_is_one_line_on_the_driver(spark: SparkSession, outbox: O
 def other_role(outbox: Outbox) -> Iterator[str]:
     """The dsn of a role that may read nothing."""
     outbox.conn.execute(f"create role s_{outbox.slot} login password 'hunter2'")
-    yield psycopg.conninfo.make_conninfo(
-        outbox.superuser_dsn, user=f"s_{outbox.slot}", password="hunter2"
-    )
+    yield outbox.dsn_as(f"s_{outbox.slot}", "hunter2")
     outbox.conn.execute(f"drop role s_{outbox.slot}")
 
 
