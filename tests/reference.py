@@ -46,6 +46,7 @@ MODULES = (
     "relay.client.enqueueing",
     "relay.client.scheduled",
     "relay.client.worker",
+    "relay.client.saga",
     "relay.client.reader",
     "relay.client.middleware",
     "relay.client.testing",

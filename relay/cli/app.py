@@ -34,6 +34,7 @@ _MODULES = {
     "sink": "sinks",
     "endpoint": "endpoints",
     "queue": "queues",
+    "saga": "sagas",
     "reader": "readers",
     "schedule": "schedules",
     "verify": "verify",

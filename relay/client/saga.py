@@ -12,10 +12,11 @@ import json
 import logging
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from fnmatch import fnmatchcase
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from relay.causes import Causing, handling
 from relay.client import sessions
@@ -45,7 +46,7 @@ _NAMESPACE = uuid.UUID("7d2a6f6e-52c4-4b3c-9d0f-3a1c5e1d8f00")
 _BEGIN = sessions.Statement.selecting(
     "relay.begin_saga(p.a->>'queue', (p.a->>'id')::bigint, (p.a->>'saga')::bigint, (p.a->>'entries')::int)::text"
 )
-_ADVANCE = call_of(
+ADVANCE = call_of(
     "relay.advance_saga",
     *("p.a->>'queue'", "(p.a->>'id')::bigint", "(p.a->>'attempt')::int", "(p.a->>'saga')::bigint"),
     *("(p.a->>'known')::int", "p.a->'added'", "p.a->>'state'", "(p.a->>'version')::int"),
@@ -133,12 +134,12 @@ class Saga:
         if self.is_async:
 
             async def handle(message: Message, session: Any) -> None:
-                await _Attempt(self, message, _AsyncSession(session), outbox).run()
+                await SagaAttempt(self, message, _AsyncSession(session), outbox).run()
 
             return handle
 
         def handle_now(message: Message, session: Any) -> None:
-            _now(_Attempt(self, message, _Session(session), outbox).run())
+            finished(SagaAttempt(self, message, _Session(session), outbox).run())
 
         return handle_now
 
@@ -241,8 +242,30 @@ Entry = tuple[str, str, Any]
 """What has happened in a saga: the kind, the step, and the result, as rows of `relay.saga_steps`."""
 
 
+class SagaSession(Protocol):
+    """What an attempt of a saga reaches its database through; `session` is what steps get."""
+
+    session: Any
+
+    async def query(self, statement: sessions.Statement, text: str) -> str:
+        """Return the one text that a statement results in."""
+        ...
+
+    async def publish(self, outbox: Outbox, events: Sequence[Event], host_id: str) -> None:
+        """Publish events in the transaction."""
+        ...
+
+    def calling(self, name: str) -> AbstractContextManager[None]:
+        """Return the context in which a step, or an undo, is called."""
+        ...
+
+    def given(self, call: Coroutine[Any, Any, Any]) -> Any:
+        """What a method of the context returns to the saga's function."""
+        ...
+
+
 class _Session:
-    """The session of a worker whose database is synchronous, behind the asynchronous interface of `_AsyncSession`."""
+    """The session of a worker whose database is synchronous."""
 
     def __init__(self, session: Any) -> None:
         self.session = session
@@ -253,9 +276,11 @@ class _Session:
     async def publish(self, outbox: Outbox, events: Sequence[Event], host_id: str) -> None:
         outbox.publish(self.session, events, host_id=host_id)
 
+    def calling(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def given(self, call: Coroutine[Any, Any, Any]) -> Any:
-        """What a method of the context returns to a function that is not asynchronous."""
-        return _now(call)
+        return finished(call)
 
 
 class _AsyncSession:
@@ -270,12 +295,14 @@ class _AsyncSession:
     async def publish(self, outbox: Outbox, events: Sequence[Event], host_id: str) -> None:
         await outbox.publish_async(self.session, events, host_id=host_id)
 
+    def calling(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def given(self, call: Coroutine[Any, Any, Any]) -> Any:
-        """What a method of the context returns to a function that is asynchronous."""
         return call
 
 
-def _now(call: Coroutine[Any, Any, Any]) -> Any:
+def finished(call: Coroutine[Any, Any, Any]) -> Any:
     """Run a coroutine that awaits nothing which is not there, and return its result."""
     try:
         call.send(None)
@@ -302,12 +329,10 @@ class _Outcome:
     """What the attempt has changed is undone first: only the entries count."""
 
 
-class _Attempt:
+class SagaAttempt:
     """One message for a saga, in the transaction that has claimed it."""
 
-    def __init__(
-        self, saga: Saga, message: Message, session: _Session | _AsyncSession, outbox: Outbox
-    ) -> None:
+    def __init__(self, saga: Saga, message: Message, session: SagaSession, outbox: Outbox) -> None:
         self.saga, self.message, self.session, self.outbox = saga, message, session, outbox
 
     async def run(self) -> None:
@@ -431,13 +456,13 @@ class _Attempt:
             failure = text_of(outcome.raised)
             wait = named_wait(outcome.raised)
             told = {"error": failure, "failure": failure, "after": wait}
-            raise Ends(_ADVANCE, given | told) from outcome.raised
+            raise Ends(ADVANCE, given | told) from outcome.raised
         if outcome.is_undone:
-            raise Ends(_ADVANCE, given)
+            raise Ends(ADVANCE, given)
         if outcome.state in ("running", "undoing"):
             # Not what this attempt adds, which may not commit.
             self.saga.keep(self.message, self.number, self.entries[: self.known])
-        self.message.endings.append((_ADVANCE, json.dumps(given)))
+        self.message.endings.append((ADVANCE, json.dumps(given)))
 
     def _reason(self) -> str | None:
         """Why the saga has failed, if it has."""
@@ -453,7 +478,7 @@ class Context:
     Each step, wait and message has a name of its own within the saga: what is done is found again by it.
     """
 
-    def __init__(self, attempt: _Attempt) -> None:
+    def __init__(self, attempt: SagaAttempt) -> None:
         self._attempt = attempt
         self._entries = attempt.entries
         self._done: dict[str, tuple[str, Any]] = {}
@@ -748,9 +773,10 @@ class Context:
         )
         self._is_within = True
         try:
-            returned = function(step, *arguments)
-            if inspect.isawaitable(returned):
-                returned = await returned
+            with attempt.session.calling(name if kind == "step" else f"undo {name}"):
+                returned = function(step, *arguments)
+                if inspect.isawaitable(returned):
+                    returned = await returned
             return _exact(name, returned)
         except Exception as error:
             if isinstance(error, Fail | Drop) or (most is not None and began >= most):

@@ -24,6 +24,10 @@ DeadStatus = Literal["dead", "replaying", "replayed", "discarded"]
 DEAD: tuple[DeadStatus, ...] = get_args(DeadStatus)
 """What has become of a dead letter. One of a queue is dead or gone."""
 
+SagaState = Literal["running", "waiting", "undoing", "stuck", "done", "compensated", "given_up"]
+SAGAS: tuple[SagaState, ...] = get_args(SagaState)
+"""Where a saga is, as `relay.sagas` tells it; the last three have ended."""
+
 
 def listed(words: tuple[str, ...]) -> str:
     """Return words as a sentence lists them: `a, b or c`."""

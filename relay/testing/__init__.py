@@ -17,6 +17,7 @@ from relay.testing.calls import (
 )
 from relay.testing.configured import routed, run
 from relay.testing.memory_sink import MemoryAttempt, MemorySink
+from relay.testing.sagas import SagaRun
 from relay.testing.sink_contract import SinkContract
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "GivenDelivery",
     "MemoryAttempt",
     "MemorySink",
+    "SagaRun",
     "SinkContract",
     "deliver",
     "deliver_async",

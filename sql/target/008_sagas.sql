@@ -1,5 +1,5 @@
 -- Sagas: steps, undo and time on the queues. A saga is a queue that is ordered by the saga's key; what drives one is a message of that
--- queue, in the transaction that has claimed it. Needs 004_queues.sql. The design: docs/explanation/sagas.md.
+-- queue, in the transaction that has claimed it. Needs 004_queues.sql. How: docs/how-to/sagas.md.
 
 create table if not exists relay.sagas (
     id         bigint      generated always as identity primary key,
@@ -32,7 +32,7 @@ comment on column relay.sagas.event_id is
 comment on column relay.sagas.version is
     'the version of its code that runs it to its end';
 comment on column relay.sagas.state is
-    'running, waiting, undoing, stuck; at the end done, compensated or given up';
+    'running, waiting, undoing, stuck; at the end done, compensated or given_up';
 comment on column relay.sagas.entries is
     'how many rows of relay.saga_steps it has';
 comment on column relay.sagas.step is
@@ -137,7 +137,7 @@ declare
     the_saga bigint := saga;
     former   timestamptz;
     goes_on  boolean := advance_saga.state in ('running', 'undoing');
-    has_ended boolean := advance_saga.state in ('done', 'compensated', 'given up');
+    has_ended boolean := advance_saga.state in ('done', 'compensated', 'given_up');
 begin
     select * into q from relay.queue_state(queue, call);
     if not found then
@@ -276,7 +276,7 @@ begin
     end if;
     select s.* into open from relay.sagas as s where s.saga = steer_saga.saga and s.id = steer_saga.id for update;
     next := case when open.ended_at is not null then null
-                 when act = 'give up' then 'given up'
+                 when act = 'give up' then 'given_up'
                  when act = 'resume' then case open.state when 'stuck' then 'undoing' else open.state end
                  when act = 'undo' then case when open.state in ('running', 'waiting') then 'undoing' end
                  when open.step is null or open.state = 'waiting' then null

@@ -23,6 +23,8 @@ import pytest
 import yaml
 from fastapi.testclient import TestClient
 
+from relay.client import Event as ClientEvent
+from relay.client import Outbox as Publisher
 from relay.spark import register
 from relay.spark.session import Session
 from tests.outbox import Outbox, event, host, wait_until
@@ -285,3 +287,56 @@ def test_reminders(outbox: Outbox, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )
     left = "select state, queue from relay.queue_items"
     assert outbox.conn.execute(left).fetchall() == [("scheduled", "reminders")]
+
+
+def test_checkout(outbox: Outbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers are killed all the while: each order is shipped and paid once, or as if it had never been."""
+    folder = EXAMPLES / "checkout"
+    outbox.conn.execute((folder / "tables.sql").read_bytes())
+    outbox.conn.execute("insert into stock values ('tea', 10)")
+    config = tmp_path / "relay.yaml"
+    config.write_text(yaml.safe_dump(configuration("checkout/relay.yaml", outbox)))
+    monkeypatch.setenv("DATABASE_URL", outbox.superuser_dsn)
+    monkeypatch.setenv("BANK_URL", outbox.superuser_dsn)
+    assert administer(outbox, "init", "--config", str(config)).returncode == 0
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
+    command = [sys.executable, "-m", "relay", "work", "checkout:worker"]
+
+    def publish(event_type: str, order: int, **payload: str) -> None:
+        with psycopg.connect(outbox.superuser_dsn) as conn:
+            Publisher().publish(
+                conn,
+                ClientEvent(
+                    event_type, ("Order", order), payload={"order_id": str(order), **payload}
+                ),
+                host_id=host(1),
+            )
+
+    def ended() -> int:
+        return int(outbox.value("select count(*) from relay.sagas where ended_at is not null"))
+
+    with ExitStack() as stack:
+        stack.enter_context(running(config)).wait_said("streaming")
+        worker = stack.enter_context(subprocess.Popen(command, cwd=tmp_path, env=environment))
+        stack.callback(lambda: worker.kill())
+        wait_until(lambda: outbox.value("select count(*) from relay.queues") == 1)
+        for order in range(1, 11):
+            amount = "1200" if order % 5 == 0 else "12.50"
+            publish("order.placed", order, item="tea", amount=amount)
+        for order in range(1, 11):
+            publish("order.cancelled" if order == 1 else "parcel.packed", order)
+            if order % 3 == 0:
+                worker.kill()
+                worker.wait()
+                worker = stack.enter_context(
+                    subprocess.Popen(command, cwd=tmp_path, env=environment)
+                )
+        wait_until(lambda: ended() == 10)
+    shipped = ["2", "3", "4", "6", "7", "8", "9"]
+    assert sorted(outbox.column("select order_id from parcels")) == shipped
+    assert sorted(outbox.column("select order_id from reservations")) == shipped
+    assert outbox.value("select pieces from stock") == 3
+    payments = outbox.column(
+        "select order_id || ' ' || amount from payments order by amount, order_id"
+    )
+    assert payments == ["1 -12.50", *(f"{order} 12.50" for order in ["1", *shipped])]

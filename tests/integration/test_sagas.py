@@ -8,12 +8,15 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
+from typer.testing import CliRunner
 
 from relay import Fail
+from relay.cli.app import app
 from relay.client import Event
 from relay.client import Outbox as Publisher
 from relay.client.attempts import Handling, Slot
@@ -369,7 +372,7 @@ def test_operators_skip_a_step_that_fails_undo_give_up_and_resume(outbox: Outbox
         tell(outbox, "order.placed")
         wait_until(lambda: states(outbox) == ["compensated", "running"])
         assert steer(outbox, "give up")
-        ends(outbox, "compensated", "given up")
+        ends(outbox, "compensated", "given_up")
         wait_until(lambda: outbox.column("select count(*) from relay.queue_messages") == [0])
     assert done(outbox) == ["reserved", "unreserved", "reserved"]
 
@@ -472,3 +475,49 @@ def test_an_erased_host_and_a_dropped_queue_have_no_sagas_and_ended_ones_are_rem
     outbox.worker.execute("select relay.drop_queue('checkout')")
     assert outbox.column("select count(*) from relay.sagas") == [0]
     assert outbox.column("select count(*) from relay.saga_steps") == [0]
+
+
+def test_commands_list_show_and_act_on_sagas(outbox: Outbox, tmp_path: Path) -> None:
+    config = str(outbox.config_file(tmp_path / "relay.yaml"))
+
+    def said(*arguments: str, status: int = 0) -> str:
+        result = CliRunner().invoke(app, ["saga", *arguments, "--config", config])
+        assert result.exit_code == status, result.output
+        return f"{result.output}{result.exception or ''}"
+
+    def pay(step: SagaStep) -> None:
+        raise RuntimeError("no bank")
+
+    def checkout(ctx: Context, event: Message) -> None:
+        ctx.step("reserve", note, "reserved", undo=lambda step, what: note(step, f"un{what}"))
+        ctx.step("pay", pay, attempts=1_000_000)
+        ctx.wait("parcel.ready")
+
+    assert "no such saga" in said("list")
+    of = checkout_of(checkout, waits="parcel.ready")
+    declare(outbox, of)
+    tell(outbox, "order.placed")
+    with working(Worker(outbox.worker_dsn, of, poll=0.05)):
+        wait_until(lambda: "RuntimeError: no bank" in said("list", "checkout", "--version", "1"))
+        (number,) = map(str, outbox.column("select id from relay.sagas"))
+        assert "saga" in said("resume", number)
+        assert "saga" in said("skip", number, "--result", '{"by": "hand"}', "--reason", "paid")
+        ends(outbox, "waiting")
+        shown = json.loads(said("show", number, "--json"))
+        assert [(each["kind"], each["step"]) for each in shown["entries"]] == [
+            ("event", "order.placed"),
+            ("step", "reserve"),
+            ("act", "resume"),
+            ("act", "skip"),
+            ("skipped", "pay"),
+            ("waits", "parcel.ready"),
+        ]
+        assert shown["entries"][4]["result"] == {"by": "hand"}
+        assert f"saga {number} is " in said("undo", number, "--yes")
+        ends(outbox, "compensated")
+        assert "nothing to give up" in said("give-up", number, "--yes", status=1)
+    assert done(outbox) == ["reserved", "unreserved"]
+    assert "has no saga 99" in said("show", "99", status=1)
+    assert outbox.column("select action from relay.actions order by id") == [
+        *("saga resume", "saga skip", "saga undo")
+    ]

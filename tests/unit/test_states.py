@@ -20,6 +20,10 @@ def test_sql_tells_the_states_that_are_declared() -> None:
     queues = (sql_directory() / "target" / "004_queues.sql").read_text()
     state = queues[queues.index("function relay.message_state(") :].partition(" end;")[0]
     assert {*re.findall(r"(?:then|else) '(\w+)'", state), "dead", "done"} == {*states.MESSAGES}
+    sagas = (sql_directory() / "target" / "008_sagas.sql").read_text()
+    ended = re.search(r"has_ended boolean := .* in \('(.+)'\)", sagas)
+    assert ended
+    assert tuple(ended[1].split("', '")) == states.SAGAS[-3:]
     acted_on = re.search(r"states <@ '{(.+)}'", queues)
     assert acted_on
     assert acted_on[1] == ", ".join(states.AT_REST)
@@ -42,4 +46,4 @@ def test_the_glossary_explains_each_state() -> None:
         for row in re.findall(r"^\| (`.*?) \|", table, re.M)
         for word in re.findall(r"`(\w+)`", row)
     }
-    assert said == {*states.DEFERRED, *states.MESSAGES, *states.DEAD}
+    assert said == {*states.DEFERRED, *states.MESSAGES, *states.DEAD, *states.SAGAS}

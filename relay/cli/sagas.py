@@ -1,0 +1,141 @@
+"""`relay saga`: the commands on sagas. No logic of their own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from relay.cli.options import ConfigOption, JsonOption, ReasonOption, YesOption, fail
+from relay.cli.terminal import approve, print_facts, print_table
+from relay.config.files import load
+from relay.model.json_fields import json_fields
+from relay.observe.phrases import moment
+from relay.store import states
+from relay.store.sagas import SagaSelection
+
+saga = typer.Typer(help="Sagas: what they wait for, and what to do with one.", no_args_is_help=True)
+
+IdArgument = Annotated[int, typer.Argument(metavar="ID", help="The id of the saga.")]
+
+
+@saga.command("list")
+def saga_list(
+    name: Annotated[str | None, typer.Argument(metavar="SAGA", help="Its name.")] = None,
+    config: ConfigOption = None,
+    version: Annotated[int | None, typer.Option("--version", help="Its version.")] = None,
+    state: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--state",
+            help=f"Its state: {states.listed(states.SAGAS)}; repeatable. By default, not ended.",
+        ),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 20,
+    as_json: JsonOption = False,
+) -> None:
+    """List sagas, the oldest first."""
+    from relay.admin.sagas import listed
+
+    wanted = SagaSelection(name, None, version, state or None)
+    found = listed(load(config), wanted, limit)
+    if as_json:
+        print(json.dumps([json_fields(each) for each in found], indent=2))
+        return
+    if not found:
+        print("no such saga", file=sys.stderr)
+        return
+    print_table(
+        ("id", "saga", "key", "version", "state", "since", "step", "until", "error"),
+        (
+            (
+                *(str(each.id), each.saga, each.key, str(each.version), each.state),
+                *(moment(each.since), each.step or "-", moment(each.next_at), each.error or "-"),
+            )
+            for each in found
+        ),
+    )
+
+
+@saga.command("show")
+def saga_show(id_: IdArgument, config: ConfigOption = None, as_json: JsonOption = False) -> None:
+    """Show a saga and what has happened in it: events, steps, waits and acts."""
+    from relay.admin.sagas import shown
+
+    found, entries = shown(load(config), id_)
+    fields = json_fields(found)
+    if as_json:
+        print(json.dumps({**fields, "entries": list(map(json_fields, entries))}, indent=2))
+        return
+    print_facts((name, "-" if value is None else value) for name, value in fields.items())
+    print_table(
+        ("number", "at", "kind", "step", "result"),
+        (
+            (str(each.number), moment(each.at), each.kind, each.step, json.dumps(each.result))
+            for each in entries
+        ),
+    )
+
+
+@saga.command("skip")
+def saga_skip(
+    id_: IdArgument,
+    config: ConfigOption = None,
+    result: Annotated[
+        str | None, typer.Option("--result", metavar="JSON", help="What the step returns.")
+    ] = None,
+    reason: ReasonOption = None,
+) -> None:
+    """Let the step that fails, or its undo, count as done: somebody has done it by hand."""
+    _steer(id_, config, "skip", reason, result)
+
+
+@saga.command("undo")
+def saga_undo(
+    id_: IdArgument,
+    config: ConfigOption = None,
+    reason: ReasonOption = None,
+    yes: YesOption = False,
+) -> None:
+    """Let a saga fail: what it has done is undone, the last step first."""
+    from relay.admin.sagas import shown
+
+    settings = load(config)
+    approve(yes, f"Undo what saga {id_} has done?", lambda: shown(settings, id_))
+    _steer(id_, config, "undo", reason)
+
+
+@saga.command("give-up")
+def saga_give_up(
+    id_: IdArgument,
+    config: ConfigOption = None,
+    reason: ReasonOption = None,
+    yes: YesOption = False,
+) -> None:
+    """End a saga as it is: nothing more is done, and nothing undone."""
+    from relay.admin.sagas import shown
+
+    settings = load(config)
+    approve(yes, f"End saga {id_} as it is?", lambda: shown(settings, id_))
+    _steer(id_, config, "give up", reason)
+
+
+@saga.command("resume")
+def saga_resume(id_: IdArgument, config: ConfigOption = None, reason: ReasonOption = None) -> None:
+    """Let a saga that is stuck, or that waits for its next attempt, go on now."""
+    _steer(id_, config, "resume", reason)
+
+
+def _steer(
+    id_: int, config: ConfigOption, act: str, reason: str | None, result: str | None = None
+) -> None:
+    from relay.admin.sagas import shown, steer
+
+    settings = load(config)
+    if not steer(settings, id_, act, reason, result):
+        found, _ = shown(settings, id_)
+        fail(f"saga {id_} is {found.state}: there is nothing to {act}", 1)
+    found, _ = shown(settings, id_)
+    print(f"saga {id_} is {found.state}")
