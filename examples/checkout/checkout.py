@@ -62,7 +62,7 @@ def ship(step: SagaStep) -> None:
 @saga(
     "checkout",
     starts="order.placed",
-    waits="parcel.*",
+    waits="parcel.packed",
     cancels="order.cancelled",
     key="payload.order_id",
 )

@@ -7,6 +7,7 @@ the top, steps that are done return what they returned, and the next one is run 
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import logging
@@ -325,8 +326,8 @@ class _Outcome:
     """What a step has raised: it is tried again."""
     fault: Exception | None = None
     """What the saga's code has raised: the message is given back for a while."""
-    is_undone: bool = False
-    """What the attempt has changed is undone first: only the entries count."""
+    ended: StepFailed | None = None
+    """A step that has failed for good: what the attempt has changed is undone, and only the entries count."""
 
 
 class SagaAttempt:
@@ -457,8 +458,8 @@ class SagaAttempt:
             wait = named_wait(outcome.raised)
             told = {"error": failure, "failure": failure, "after": wait}
             raise Ends(ADVANCE, given | told) from outcome.raised
-        if outcome.is_undone:
-            raise Ends(ADVANCE, given)
+        if outcome.ended is not None:
+            raise Ends(ADVANCE, given) from outcome.ended
         if outcome.state in ("running", "undoing"):
             # Not what this attempt adds, which may not commit.
             self.saga.keep(self.message, self.number, self.entries[: self.known])
@@ -491,7 +492,8 @@ class Context:
         self._asked: set[str] = set()
         self._undos: list[_Undo] = []
         self._names: dict[str, int] = {}
-        self._is_within = False
+        self._turn = asyncio.Lock()
+        self._whose: tuple[asyncio.Task[Any] | None] | None = None
         self.outcome: _Outcome | None = None
         self.has_effect = False
 
@@ -596,11 +598,11 @@ class Context:
             return _Outcome("compensated")
         last = left[-1]
         most = self._attempt.saga.rules.undo_attempts
-        self.outcome, self._is_within = None, False
+        self.outcome = None
         try:
             await self._run(last.step, last.function, last.arguments, most, "undo", last.result)
         except StepFailed as error:
-            return _Outcome("stuck", last.step, error=f"undo of {error}", is_undone=True)
+            return _Outcome("stuck", last.step, error=f"undo of {error}", ended=error)
         except _Stop:
             return self._left("undoing")
         self._entries.append(("undone", last.step, None))
@@ -610,7 +612,20 @@ class Context:
         return self.outcome or _Outcome(state)
 
     def _given(self, call: Coroutine[Any, Any, Any]) -> Any:
-        return self._attempt.session.given(call)
+        return self._attempt.session.given(self._in_turn(call))
+
+    async def _in_turn(self, call: Coroutine[Any, Any, Any]) -> Any:
+        """Await a call after those that others have begun: an attempt that ends must leave none of them behind."""
+        mine = (_current_task(),)
+        if self._whose == mine:
+            call.close()
+            self._stop(_Outcome(fault=SagaFault("a step calls another one: one after the other")))
+        async with self._turn:
+            self._whose = mine
+            try:
+                return await call
+            finally:
+                self._whose = None
 
     def _message(self, values: Mapping[str, Any]) -> Message:
         of = self._attempt.message
@@ -631,9 +646,7 @@ class Context:
             raise _Stop
         done = self._done.get(name)
         fault = None
-        if self._is_within:
-            fault = f"step {name!r} begins while another one runs: one after the other"
-        elif name in self._asked:
+        if name in self._asked:
             fault = f"step {name!r} comes twice: give each step a name of its own"
         elif done is not None and done[0] not in kinds:
             fault = f"step {name!r} is a {kinds[0]} now, and was a {done[0]} when it was done"
@@ -689,7 +702,7 @@ class Context:
                 result = await self._run(name, function, arguments, most, "step", None)
             except StepFailed as error:
                 self._entries.append(("failed", name, error.reason))
-                self._stop(_Outcome(is_undone=True))
+                self._stop(_Outcome(ended=error))
             self._entries.append(("step", name, result))
             self._done[name] = done = "step", result
             self.has_effect = True
@@ -771,7 +784,6 @@ class Context:
             event=self.event,
             result=result,
         )
-        self._is_within = True
         try:
             with attempt.session.calling(name if kind == "step" else f"undo {name}"):
                 returned = function(step, *arguments)
@@ -783,8 +795,6 @@ class Context:
                 raise StepFailed(name, text_of(error)) from error
             state = "running" if kind == "step" else "undoing"
             self._stop(_Outcome(state, name, raised=error))
-        finally:
-            self._is_within = False
 
 
 def _exact(name: str, returned: Any) -> Any:
@@ -795,6 +805,13 @@ def _exact(name: str, returned: Any) -> Any:
             f"step {name!r} returns more than {MOST_BYTES:,} bytes: store it elsewhere, and return where"
         )
     return json.loads(text)["result"]
+
+
+def _current_task() -> asyncio.Task[Any] | None:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:
+        return None  # no event loop runs here
 
 
 def _entry(given: Sequence[Any]) -> Entry:

@@ -318,7 +318,7 @@ def test_checkout(outbox: Outbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with ExitStack() as stack:
         stack.enter_context(running(config)).wait_said("streaming")
         worker = stack.enter_context(subprocess.Popen(command, cwd=tmp_path, env=environment))
-        stack.callback(lambda: worker.kill())
+        stack.callback(worker.kill)
         wait_until(lambda: outbox.value("select count(*) from relay.queues") == 1)
         for order in range(1, 11):
             amount = "1200" if order % 5 == 0 else "12.50"
@@ -331,6 +331,7 @@ def test_checkout(outbox: Outbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                 worker = stack.enter_context(
                     subprocess.Popen(command, cwd=tmp_path, env=environment)
                 )
+                stack.callback(worker.kill)
         wait_until(lambda: ended() == 10)
     shipped = ["2", "3", "4", "6", "7", "8", "9"]
     assert sorted(outbox.column("select order_id from parcels")) == shipped
