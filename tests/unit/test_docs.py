@@ -120,8 +120,8 @@ def test_a_page_names_no_command_that_there_is_not(subtests: pytest.Subtests) ->
     for page in PAGES:
         with subtests.test(page.name):
             text = page.read_text()
-            named = re.findall(r"`relay ([a-z]+)(?: ([a-z]+))?[^`]*`", text)
-            named += re.findall(r"^\$ relay ([a-z]+)(?: ([a-z]+))?", text, re.M)
+            named = re.findall(r"`relay ([a-z]+)(?: ([a-z-]+))?[^`]*`", text)
+            named += re.findall(r"^\$ relay ([a-z]+)(?: ([a-z-]+))?", text, re.M)
             unknown = [
                 (first, second)
                 for first, second in named
