@@ -276,9 +276,13 @@ class Worker:
         try:
             while not self._stopping.is_set():
                 query = following.pop() if following else self._idle.begin()
-                taken = partial(loop.call_soon_threadsafe, partial(self._idle.found, query))
-                given = (taken, follows) if self._database.is_async else (taken,)
-                left = await self._persist(partial(run, "attempt", *given), close)
+                found = partial(self._idle.found, query)
+                if self._database.is_async:
+                    # At once: `follows` is asked before the loop goes on, where a handler awaits nothing.
+                    attempt = partial(run, "attempt", found, follows)
+                else:
+                    attempt = partial(run, "attempt", partial(loop.call_soon_threadsafe, found))
+                left = await self._persist(attempt, close)
                 if not following and not self._idle.ended(query, left):
                     await self._idle.wait(self._stopping)
         finally:
