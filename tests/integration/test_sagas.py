@@ -20,6 +20,7 @@ from relay.cli.app import app
 from relay.client import Event
 from relay.client import Outbox as Publisher
 from relay.client.attempts import Handling, Slot
+from relay.client.databases import Steps
 from relay.client.saga import Context, Saga, SagaStep, StepFailed, saga
 from relay.client.sessions import Statement
 from relay.client.worker import Message, Worker
@@ -296,7 +297,7 @@ def attempt_once(dsn: str, of: Saga, point: int) -> None:
         Slot(handling, Killing(conn, point)).attempt(lambda _: None)
 
 
-class Killing:
+class Killing(Steps):
     """The link of a worker that is killed before its n-th statement, or before the commit; 0: never."""
 
     def __init__(self, conn: psycopg.Connection[Any], point: int) -> None:
