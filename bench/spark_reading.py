@@ -17,16 +17,16 @@ TASKS = 2
 
 @dataclass(frozen=True, slots=True)
 class SparkReading:
-    """A reader of one kind: `jdbc`, `hosts` (ordered), `ranges` (not ordered) or `stream` (AvailableNow).
+    """A reader of one kind: `jdbc`, `hosts` (ordered), `ranges` (not ordered), `stream` (AvailableNow) or `read`.
 
-    `jdbc-two` and `ranges-two` read two columns.
+    `jdbc-two`, `ranges-two` and `read-two` read two columns.
     """
 
     kind: str
 
     def unavailable(self) -> str | None:
         """The reason why it cannot run here, or None."""
-        missing = self.kind.startswith("jdbc") and not JAR
+        missing = self.kind.startswith(("jdbc", "read")) and not JAR
         return (
             "there is no JDBC driver: install Debian's libpostgresql-jdbc-java" if missing else None
         )

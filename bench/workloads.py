@@ -300,6 +300,7 @@ def spark_read(plan: Plan) -> Iterator[Workload]:
     transactions = 10_000 if plan.quick else 200_000
     outbox = Outbox(plan.cluster, "spark_read")
     events = outbox.publish(transactions).events
+    outbox.conn.execute("create index on outbox_message_t (c_xid)")
     outbox.conn.execute("vacuum analyze outbox_message_t")
     against = "spark.read.jdbc"
     kinds = {
@@ -307,7 +308,9 @@ def spark_read(plan: Plan) -> Iterator[Workload]:
         'format("outbox")': "hosts",
         'format("outbox"), ordered: false': "ranges",
         'format("outbox"), AvailableNow, ordered: false': "stream",
+        "relay.spark.read": "read",
         "spark.read.jdbc, two columns": "jdbc-two",
+        "relay.spark.read, two columns": "read-two",
         'format("outbox"), ordered: false, two columns': "ranges-two",
     }
 

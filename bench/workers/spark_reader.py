@@ -1,7 +1,7 @@
 """Reads an outbox with Spark and prints the seconds of each round. Runs in relay's own environment.
 
 Arguments: the kind, the DSN, the JDBC address, the number of rows, of rounds and of tasks. Kinds are `jdbc`, `hosts`,
-`ranges` and `stream`; `jdbc-two` and `ranges-two` read two columns.
+`ranges`, `stream` and `read` (relay.spark.read); `jdbc-two`, `ranges-two` and `read-two` read two columns.
 """
 
 from __future__ import annotations
@@ -38,14 +38,22 @@ def main() -> None:
         if kind == "stream":
             _stream(spark, dsn, tasks)
         else:
-            frame = (
-                _jdbc(spark, url, kind, rows, tasks)
-                if kind.startswith("jdbc")
-                else _outbox(spark, dsn, kind, tasks)
-            )
+            frame = frame_of(spark, kind, dsn, url, rows, tasks)
             frame.write.format("noop").mode("overwrite").save()
         print(time.monotonic() - started, flush=True)
     spark.stop()
+
+
+def frame_of(spark: Any, kind: str, dsn: str, url: str, rows: str, tasks: str) -> Any:
+    """The frame of a kind that is no stream."""
+    if kind.startswith("jdbc"):
+        return _jdbc(spark, url, kind, rows, tasks)
+    if kind.startswith("read"):
+        from relay.spark import read
+
+        two = ["id", "event_type"] if kind == "read-two" else None
+        return read(spark, {"dsn": dsn, "partitions": tasks}, two)
+    return _outbox(spark, dsn, kind, tasks)
 
 
 def _session(tasks: str) -> Any:

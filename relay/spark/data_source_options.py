@@ -188,6 +188,8 @@ def _snapshot(options: Mapping[str, str], name: str) -> QueryPosition | None:
     text = options.get(name)
     if text is None:
         return None
+    if text == "beginning" and name == "fromSnapshot":
+        return _BEGINNING
     try:
         return QueryPosition.parse(text)
     except ValueError:

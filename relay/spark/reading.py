@@ -78,7 +78,8 @@ class TaskPortion:
     """The rows of a difference that one task reads.
 
     `hosts` is (modulus, residue) of the host's hash; `xids` is the first c_xid and the one after the last; None stands
-    for all. `unmarked` says whether rows without c_xid, inserted before `relay init`, belong to the portion. `commits`
+    for all. `unmarked` says whether rows without c_xid, inserted before `relay init`, belong to the portion, which has
+    no others where it has `xids`. `commits`
     has the c_xid of all its other rows as an array of PostgreSQL; None where nobody has looked them up. `witness` names
     the history of the difference; None where nobody has.
     """
@@ -353,9 +354,10 @@ def _statement(
 
 def xid_range(portion: TaskPortion) -> sql.Composable:
     """The condition on the c_xid of a portion of `by_xid`."""
+    if portion.unmarked:
+        return sql.SQL("{} is null").format(XID)
     low, high = portion.xids or (0, 0)
-    ranged = sql.SQL("{0} >= {1}::xid8 and {0} < {2}::xid8").format(XID, str(low), str(high))
-    return sql.SQL("({} or {} is null)").format(ranged, XID) if portion.unmarked else ranged
+    return sql.SQL("{0} >= {1}::xid8 and {0} < {2}::xid8").format(XID, str(low), str(high))
 
 
 def expression(field: str, column: str, known: Collection[str]) -> sql.Composable:
@@ -538,8 +540,8 @@ def by_xid(
 
     Rows without c_xid, inserted before `relay init`, are a portion of their own. Raises psycopg.Error.
     """
-    first, last = _ends(conn, table, between)
-    portions = [TaskPortion(between, xids=(0, 1))] if between.before.is_beginning else []
+    first, last, are_unmarked = _ends(conn, table, between)
+    portions = [TaskPortion(between, xids=(0, 1))] if are_unmarked else []
     if first is None or last is None:
         return portions
     bounds = [first, *_cuts(conn, table, first, last + 1, tasks), last + 1]
@@ -581,17 +583,20 @@ def _histogram(conn: Connection, table: MappedTable) -> list[int]:
 
 def _ends(
     conn: Connection, table: MappedTable, between: Difference
-) -> tuple[int | None, int | None]:
-    """The least and the greatest c_xid of a difference; None for both where it has none."""
+) -> tuple[int | None, int | None, bool]:
+    """The least and the greatest c_xid of a difference, None where it has none; whether it has rows without c_xid."""
     end = (
         "(select x::text from (select {xid} as x from {table} where {xid} is not null and {between}"
         " order by {xid} "
     )
+    marked = "exists (select from {table} where {xid} is null and {between})"
     row = conn.execute(
-        sql.SQL(f"select {end} limit 1) as first), {end} desc limit 1) as last)").format(
+        sql.SQL(f"select {end} limit 1) as first), {end} desc limit 1) as last), {marked}").format(
             xid=XID, table=table.identifier, between=condition(between)
         ),
         prepare=False,
     ).fetchone()
-    first, last = row or (None, None)
-    return (None, None) if first is None or last is None else (int(first), int(last))
+    first, last, are_unmarked = row or (None, None, False)
+    if first is None or last is None:
+        return None, None, bool(are_unmarked)
+    return int(first), int(last), bool(are_unmarked)

@@ -1,11 +1,23 @@
-"""relay.spark.read: over Spark's JDBC source the same rows as format("outbox") has, or an error."""
+"""relay.spark.read: over Spark's JDBC source the same rows as format("outbox") has, or an error.
+
+Reports, of what others met with this source and with ranges of a table: apache/spark#45599, apache/spark#45638 and
+pgjdbc/pgjdbc#1515 (`infinity`), pgjdbc/pgjdbc#2488, pgjdbc/pgjdbc#1539 and debezium/debezium#1879 (BC, and days before
+the Gregorian calendar), apache/spark#16021, duckdb/duckdb-postgres#68 and vesoft-inc/nebula-exchange#65 (char is
+padded), apache/spark#11063 (rows without the column of the ranges), trinodb/trino#8681, trinodb/trino#9746 and
+awslabs/aws-athena-query-federation#2216 (a comparison of texts that the server makes with its collation),
+apache/spark#10452, apache/spark#56630 and AbsaOSS/spline-spark-agent#368 (a password in the plan),
+confluentinc/kafka-connect-jdbc#915, juicedata/juicefs#7521 and MemberJunction/MJ#3085 (who commits late is skipped),
+ClickHouse/ClickHouse#114930 (the position is committed before the rows), Kotlin/kotlin-jupyter#426 (no driver).
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import deltalake
 import psycopg
 import pytest
 from psycopg import sql
@@ -15,10 +27,10 @@ from pyspark.sql.types import StructType
 from bench.workers.spark_reader import JAR
 from relay.admin.retention import partition
 from relay.faults import ConfigurationError, RelayError
-from relay.spark import jdbc_reads, position, read, register
+from relay.spark import jdbc_reads, position, position_of, read, register
 from relay.spark.session import Session
 from tests.field.test_removed_events import KEEP, kept, remove
-from tests.outbox import Outbox, event, host
+from tests.outbox import LONG_SECONDS, Outbox, event, host, wait_until
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -192,6 +204,27 @@ def test_times_and_offsets_bound_it(spark: SparkSession, outbox: Outbox) -> None
     assert require_same(spark, later) == []
 
 
+def test_filters_compare_as_spark_does(spark: SparkSession, outbox: Outbox) -> None:
+    """Under a collation in which a comes before B, and with JSON that is another text."""
+    for collation in outbox.column(
+        "select quote_ident(collname) from pg_collation where collname = 'en-x-icu' limit 1"
+    ):
+        kind = f"text collate {collation}"
+        outbox.conn.execute(f"alter table outbox_message_t alter event_type type {kind}")
+    names = ("alpha", "Beta", "beta", "Zeta", "\u00e9ta")
+    outbox.publish(host(1), *(event(n, event_type=name) for n, name in enumerate(names)))
+    frame = read(spark, options_of(outbox))
+    known = spark.read.format("outbox").options(**options_of(outbox)).load()
+    for where in (
+        "event_type < 'a'",
+        "event_type >= 'b'",
+        """payload = '{"amount":1}'""",
+        "c_xid > 3",
+    ):
+        assert rows(frame.where(where)) == rows(known.where(where))
+    assert frame.where("event_type < 'a'").count() == 2
+
+
 def test_a_partitioned_outbox(spark: SparkSession, kept: Outbox) -> None:
     kept.fill(3)
     source = {**kept.config()["source"], "mode": "poll"}
@@ -260,6 +293,41 @@ def test_a_server_without_the_witness_of_the_range_is_an_error(
     outbox.conn.execute("delete from relay.witnesses")
     with pytest.raises(Exception, match="this server does not have its witness"):
         frame.collect()
+
+
+def test_a_loop_commits_its_position_with_its_rows(
+    spark: SparkSession, outbox: Outbox, tmp_path: Path
+) -> None:
+    """A step that ends before its commit is repeated, with what has come since."""
+    table, options = str(tmp_path / "orders"), options_of(outbox)
+    faults = iter([True, False, True, False, False])
+
+    def step(*_: object) -> None:
+        until = position(options)
+        between = {"fromSnapshot": position_of(table), "toSnapshot": until}
+        rows = read(spark, options | between, ["id"]).toArrow()
+        if next(faults, False):
+            return
+        done = deltalake.CommitProperties(custom_metadata={"relay.position": until})
+        deltalake.write_deltalake(table, rows, mode="append", commit_properties=done)
+
+    for _ in range(3):
+        outbox.fill(2)
+        step()
+    ticks = spark.readStream.format("rate").load().writeStream.foreachBatch(step)
+    query = ticks.option("checkpointLocation", str(tmp_path / "ticks")).start()
+    outbox.fill(2)
+    stored = sorted(outbox.column("select id::text from outbox_message_t"))
+
+    def found() -> list[str]:
+        known = deltalake.DeltaTable(table).to_pyarrow_table()["id"].to_pylist()
+        return sorted(known)
+
+    try:
+        wait_until(lambda: found() == stored or not query.isActive, LONG_SECONDS)
+    finally:
+        query.stop()
+    assert found() == stored
 
 
 def test_settings_of_the_role_change_nothing(spark: SparkSession, outbox: Outbox) -> None:
