@@ -21,7 +21,7 @@ from relay.faults import ConfigurationError
 from relay.store import actions
 from relay.store.connections import Connection
 
-SUBJECTS = ("sink", "endpoint", "queue", "schedule", "reader", "token")
+SUBJECTS = ("sink", "endpoint", "queue", "saga", "schedule", "reader", "token")
 """The subjects whose modules, such as `relay.admin.sinks`, have `ACTS`."""
 
 

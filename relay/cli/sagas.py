@@ -8,17 +8,22 @@ from typing import Annotated
 
 import typer
 
-from relay.cli.options import ConfigOption, JsonOption, ReasonOption, YesOption, fail
-from relay.cli.terminal import approve, print_facts, print_table
+from relay.admin.phrases import moment
+from relay.cli.acts import ActsGroup
+from relay.cli.options import ConfigOption, JsonOption
+from relay.cli.terminal import print_facts, print_table
 from relay.config.files import load
 from relay.model.json_fields import json_fields
-from relay.observe.phrases import moment
 from relay.store import states
 from relay.store.sagas import SagaSelection
 
-saga = typer.Typer(help="Sagas: what they wait for, and what to do with one.", no_args_is_help=True)
+saga = typer.Typer(
+    cls=ActsGroup,
+    help="Sagas: what they wait for, and what to do with one.",
+    no_args_is_help=True,
+)
 
-IdArgument = Annotated[int, typer.Argument(metavar="ID", help="The id of the saga.")]
+IdArgument = Annotated[str, typer.Argument(metavar="ID", help="The id of the saga.")]
 
 
 @saga.command("list")
@@ -77,65 +82,3 @@ def saga_show(id_: IdArgument, config: ConfigOption = None, as_json: JsonOption 
             for each in entries
         ),
     )
-
-
-@saga.command("skip")
-def saga_skip(
-    id_: IdArgument,
-    config: ConfigOption = None,
-    result: Annotated[
-        str | None, typer.Option("--result", metavar="JSON", help="What the step returns.")
-    ] = None,
-    reason: ReasonOption = None,
-) -> None:
-    """Let the step that fails, or its undo, count as done: somebody has done it by hand."""
-    _steer(id_, config, "skip", reason, result)
-
-
-@saga.command("undo")
-def saga_undo(
-    id_: IdArgument,
-    config: ConfigOption = None,
-    reason: ReasonOption = None,
-    yes: YesOption = False,
-) -> None:
-    """Let a saga fail: what it has done is undone, the last step first."""
-    from relay.admin.sagas import shown
-
-    settings = load(config)
-    approve(yes, f"Undo what saga {id_} has done?", lambda: shown(settings, id_))
-    _steer(id_, config, "undo", reason)
-
-
-@saga.command("give-up")
-def saga_give_up(
-    id_: IdArgument,
-    config: ConfigOption = None,
-    reason: ReasonOption = None,
-    yes: YesOption = False,
-) -> None:
-    """End a saga as it is: nothing more is done, and nothing undone."""
-    from relay.admin.sagas import shown
-
-    settings = load(config)
-    approve(yes, f"End saga {id_} as it is?", lambda: shown(settings, id_))
-    _steer(id_, config, "give up", reason)
-
-
-@saga.command("resume")
-def saga_resume(id_: IdArgument, config: ConfigOption = None, reason: ReasonOption = None) -> None:
-    """Let a saga that is stuck, or that waits for its next attempt, go on now."""
-    _steer(id_, config, "resume", reason)
-
-
-def _steer(
-    id_: int, config: ConfigOption, act: str, reason: str | None, result: str | None = None
-) -> None:
-    from relay.admin.sagas import shown, steer
-
-    settings = load(config)
-    if not steer(settings, id_, act, reason, result):
-        found, _ = shown(settings, id_)
-        fail(f"saga {id_} is {found.state}: there is nothing to {act}", 1)
-    found, _ = shown(settings, id_)
-    print(f"saga {id_} is {found.state}")

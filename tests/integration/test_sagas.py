@@ -517,6 +517,7 @@ def test_commands_list_show_and_act_on_sagas(outbox: Outbox, tmp_path: Path) -> 
         assert f"saga {number} is " in said("undo", number, "--yes")
         ends(outbox, "compensated")
         assert "nothing to give up" in said("give-up", number, "--yes", status=1)
+        assert "is compensated: there is nothing to undo" in said("undo", number, status=1)
     assert done(outbox) == ["reserved", "unreserved"]
     assert "has no saga 99" in said("show", "99", status=1)
     assert outbox.column("select action from relay.actions order by id") == [
