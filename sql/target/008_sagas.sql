@@ -65,6 +65,10 @@ comment on column relay.saga_steps.step is
 comment on column relay.saga_steps.result is
     'what the step has returned, the event, or why it has failed';
 
+-- So that whoever looks which keys are held does not read the messages that sleep, which have none.
+create index if not exists queue_messages_later_keys on relay.queue_messages (queue_id, available_at)
+    where available_at is not null and key is not null;
+
 -- What a worker needs to know of the saga that a message is for, whose row it locks: as JSON, with the entries from a number on where the
 -- worker knows those before. busy: another message drives the saga right now. known: the saga that this event has started, or one of
 -- this key that has ended, is there.

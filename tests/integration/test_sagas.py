@@ -523,3 +523,42 @@ def test_commands_list_show_and_act_on_sagas(outbox: Outbox, tmp_path: Path) -> 
     assert outbox.column("select action from relay.actions order by id") == [
         *("saga resume", "saga skip", "saga undo")
     ]
+
+
+def test_sagas_that_sleep_cost_whoever_looks_for_messages_nothing(outbox: Outbox) -> None:
+    def sleep(ctx: Context, event: Message) -> None:
+        ctx.sleep(86_400)
+
+    def pages() -> int:
+        """How many pages a claim reads, once its plans are made."""
+        for _ in range(7):
+            plan = outbox.worker.execute(
+                "explain (analyze, buffers, format json) select * from relay.claim('checkout')"
+            ).fetchone()
+        assert plan is not None
+        of = plan[0][0]["Plan"]
+        return int(of["Shared Hit Blocks"] + of["Shared Read Blocks"])
+
+    declare(outbox, checkout_of(sleep))
+    idle = pages()
+    outbox.conn.execute(
+        """
+        insert into relay.queue_messages (queue_id, available_at, event_id, event_type, unique_key)
+        select q.id, now() + interval '1 day', g::text, 'relay.saga', 'key ' || g
+          from relay.queues as q cross join generate_series(1, 20000) as g
+        """
+    )
+    outbox.conn.execute("vacuum analyze relay.queue_messages")
+    assert pages() < idle + 20
+    # A key that is held, and more of its messages than a claim looks at first.
+    outbox.conn.execute(
+        """
+        insert into relay.queue_messages (queue_id, key, available_at, event_id, event_type)
+        select q.id, 'held', case when g = 0 then now() + interval '1 day' end, g::text, 'order.placed'
+          from relay.queues as q cross join generate_series(0, 300) as g
+        """
+    )
+    blocked = pages()
+    outbox.conn.execute("delete from relay.queue_messages where key is null")
+    outbox.conn.execute("vacuum analyze relay.queue_messages")
+    assert blocked < 2 * pages() + 50
