@@ -166,6 +166,7 @@ class AsyncSteps:
 _BEGIN, _COMMIT, _ROLLBACK = b"begin isolation level read committed", b"commit", b"rollback"
 _SAVEPOINT, _RELEASE = b"savepoint relay_attempt", b"release savepoint relay_attempt"
 _UNDO = b"rollback to savepoint relay_attempt", _RELEASE
+_STATEMENT_GONE = "26000"
 
 
 @cache
@@ -205,7 +206,7 @@ class _Own:
         self._dsn, self._name = dsn, name
         self._conn: Any = None
         self._is_prepared: bool | None = None
-        """Whether the statement that claims is prepared; None behind a pooler, which may not keep it."""
+        """Whether the statement that claims is prepared; None where the session may not keep it, as behind a pooler."""
         self._is_undone = False
         """Whether the savepoint of the transaction is gone."""
         self._is_committed = False
@@ -230,6 +231,15 @@ class _Own:
         if self._is_prepared:
             call = b"execute relay_claim (" + self._literal(text) + b")"
         return _BEGIN, call, _SAVEPOINT
+
+    def _note_loss(self, error: Exception) -> None:
+        """Note that the statement that claims is gone: a handler may deallocate all, as psycopg does on a rollback.
+
+        Raises any other error.
+        """
+        if not self._is_prepared or getattr(error, "sqlstate", None) != _STATEMENT_GONE:
+            raise error
+        self._is_prepared = None
 
     def _call(self, statement: Statement, text: str) -> bytes:
         """Return a statement with its parameter."""
@@ -293,7 +303,11 @@ class _Psycopg(_Own):
         self._make_idle()
         self._prepare(statement)
         try:
-            rows = self._trip(*self._begun(statement, text))
+            try:
+                rows = self._trip(*self._begun(statement, text))
+            except Exception as error:
+                self._note_loss(error)
+                rows = self._trip(_ROLLBACK, *self._begun(statement, text))
             self._is_undone = False
             claimed = ClaimedRows(self._conn, rows)
             yield claimed
@@ -400,13 +414,17 @@ class _AsyncPsycopg(_Own):
     async def _rows(self, statement: Statement, text: str) -> list[str]:
         """Return what the statement that begins a transaction returns; it may have been sent with the last commit."""
         followed, self._followed = self._followed, None
-        if isinstance(followed, Exception):
-            raise followed
-        if followed is not None:
-            return followed
-        await self._make_idle()
-        await self._prepare(statement)
-        return await self._trip(*self._begun(statement, text))
+        try:
+            if isinstance(followed, Exception):
+                raise followed
+            if followed is not None:
+                return followed
+            await self._make_idle()
+            await self._prepare(statement)
+            return await self._trip(*self._begun(statement, text))
+        except Exception as error:
+            self._note_loss(error)
+        return await self._trip(_ROLLBACK, *self._begun(statement, text))
 
     async def _follow(self, *statements: bytes) -> None:
         """Commit, and begin the next transaction: what fails there is raised when its rows are asked for."""
