@@ -434,3 +434,12 @@ def always_later(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
 def refuse_always(delivery: Delivery) -> None:
     """A function sink that fails."""
     raise ValueError("never")
+
+
+def rolling_back(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
+    """Like `record`, after a savepoint that is rolled back and behind statements that psycopg prepares."""
+    for _ in range(8):
+        cursor.execute("select 1")
+    with cursor.connection.transaction(force_rollback=True):
+        cursor.execute("select 1")
+    record(transaction, cursor)

@@ -20,11 +20,15 @@ from relay.store import statements, trips
 from relay.store.connections import Connection
 
 _PLACEHOLDER = re.compile(r"%(?:%|\((\w*)\)s|(.?))", re.DOTALL)
+_NOTHING = r"(?:[\s;]|--[^\n]*(?:\n|$)|/\*.*?\*/)*"
+"""Matches white space, comments and empty statements."""
 _ENDS_TRANSACTION = re.compile(
-    # White space and comments, then a command that begins or ends a transaction or a savepoint.
-    r"(?:\s|--[^\n]*(?:\n|$)|/\*.*?\*/)*"
-    r"(abort|begin|commit|end|prepare\s+transaction|release|rollback|savepoint|start)\b",
+    # A command that begins or ends a transaction or a savepoint.
+    _NOTHING + r"(abort|begin|commit|end|prepare\s+transaction|release|rollback|savepoint|start)\b",
     re.IGNORECASE | re.DOTALL,
+)
+_COPIES = re.compile(
+    _NOTHING + r"copy\b.*\b(?:from\s+stdin|to\s+stdout)\b", re.IGNORECASE | re.DOTALL
 )
 _PUBLISHES = re.compile(r'"?\brelay"?\s*\.\s*"?publish"?\s*\(', re.IGNORECASE)
 _CAUSE_FIELDS = ("id", "metadata")
@@ -54,7 +58,7 @@ class SqlEvent:
         self._key = f"handlers.{name}.statement"
         self._types = types
         self._publishes = settings.publishes
-        _require_no_end(name, settings.statement)
+        _require_of_data(name, settings.statement)
         _require_declared(name, settings)
         names = tuple(dict.fromkeys(_placeholders(name, settings.statement, types)))
         self._parameters = len(names)
@@ -154,6 +158,7 @@ class SqlBatch:
         self.name = name
         self._key = f"handlers.{name}.statement"
         self._types = types
+        _require_of_data(name, settings.statement)
         _require_declared(name, settings)
         # A statement for many events has no cause of its own.
         self._causing = Causing(None, max_hops) if settings.publishes else None
@@ -186,8 +191,13 @@ class SqlBatch:
             causes.end(conn)
 
 
-def _require_no_end(name: str, statement: str) -> None:
-    """Raise ConfigurationError for a statement such as COMMIT; in a function, the server refuses it by itself."""
+def _require_of_data(name: str, statement: str) -> None:
+    """Raise ConfigurationError for a statement such as COMMIT, or one that exchanges data with the client."""
+    if _COPIES.match(statement):
+        raise ConfigurationError(
+            f"handlers.{name}.statement: COPY from stdin or to stdout: relay neither sends nor reads its rows: write a "
+            "statement over the fields of an event"
+        )
     if match := _ENDS_TRANSACTION.match(statement):
         raise ConfigurationError(
             f"handlers.{name}.statement: {match[1].upper()}: a handler runs in relay's transaction, which commits its "
