@@ -166,7 +166,8 @@ begin
                                       for update skip locked));
     else
         select s.next_at into former from relay.sagas as s
-         where s.id = the_saga and s.entries = advance_saga.known and s.ended_at is null for update;
+         where s.id = the_saga and s.saga = queue and s.key = m.key and s.entries = advance_saga.known and s.ended_at is null
+           for update;
         if not found then
             return false;
         end if;

@@ -1,0 +1,63 @@
+"""Sagas beside others: forged ids, what arrives in the same moment, and operators while steps are tried again."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from typing import Any
+
+import psycopg
+
+from relay.client.saga import Saga, SagaStep, saga
+from relay.client.worker import Worker
+from tests.outbox import Outbox, wait_until
+from tests.workers import working
+
+HOST = str(uuid.UUID(int=1))
+
+
+def made(function: Any, name: str = "checkout", **options: Any) -> Saga:
+    of: dict[str, Any] = {"starts": "order.placed", "key": "payload.order_id", "waits": "order.*"}
+    short = {"backoff": 0.01, "max_backoff": 0.01}
+    return saga(name, **(of | short | options))(function)
+
+
+def declare(outbox: Outbox, of: Saga) -> None:
+    statement, text = of.queue.declaration()
+    outbox.worker.execute(statement.with_parameter("%s").encode(), (text,))
+
+
+def tell(conn: Any, event_type: str, order: str = "1", queue: str = "checkout") -> None:
+    conn.execute(
+        "select relay.enqueue(%s, %s::jsonb, %s, %s, %s)",
+        (queue, json.dumps({"order_id": order}), event_type, HOST, order),
+    )
+
+
+def states(outbox: Outbox) -> list[str]:
+    return [str(each) for each in outbox.column("select state from relay.sagas order by id")]
+
+
+def one(step: SagaStep) -> int:
+    return 1
+
+
+def test_a_worker_changes_no_saga_of_another_queue_nor_of_another_key(outbox: Outbox) -> None:
+    of = made(lambda ctx, event: ctx.wait("order.paid"))
+    declare(outbox, of)
+    tell(outbox.worker, "order.placed")
+    with working(Worker(outbox.worker_dsn, of, poll=0.05)):
+        wait_until(lambda: states(outbox) == ["waiting"])
+    (victim,) = outbox.column("select id from relay.sagas")
+    before = outbox.conn.execute("select * from relay.sagas").fetchall()
+    with outbox.member("relay_worker") as dsn, psycopg.connect(dsn, autocommit=True) as other:
+        other.execute("select relay.declare_queue('other', null, key => 'payload.order_id')")
+        for queue, conn in (("other", other), ("checkout", outbox.worker)):
+            tell(conn, "order.placed", "2", queue)
+            forged = conn.execute(
+                "select relay.advance_saga(%(queue)s, c.id, c.attempt, %(victim)s, 2, '[]', 'given_up', 1)"
+                " from relay.claim(%(queue)s) as c",
+                {"queue": queue, "victim": victim},
+            ).fetchall()
+            assert forged == [(False,)]
+    assert outbox.conn.execute("select * from relay.sagas").fetchall() == before
