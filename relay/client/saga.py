@@ -14,6 +14,7 @@ import logging
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from fnmatch import fnmatchcase
@@ -239,6 +240,9 @@ def saga(
     return make
 
 
+_WITHIN: ContextVar[Context | None] = ContextVar("relay_saga_within", default=None)
+"""The context one of whose steps, undos or matches runs here."""
+
 Entry = tuple[str, str, Any]
 """What has happened in a saga: the kind, the step, and the result, as rows of `relay.saga_steps`."""
 
@@ -422,18 +426,15 @@ class SagaAttempt:
     async def _call(self, context: Context) -> _Outcome:
         """Call the saga's function up to where nothing more can be done."""
         event = context.event
+        raised: BaseException | None = None
         try:
             with handling(Causing([event], self.outbox.max_hops)):
                 result = self.saga.versions[self.version].function(context, event)
                 if inspect.isawaitable(result):
                     await result
-            outcome = context.outcome or context.completed()
-        except _Stop:
-            outcome = context.outcome or _Outcome()
-        except StepFailed as error:
-            outcome = context.outcome or context.failed(str(error))
-        except Exception as error:
-            outcome = context.outcome or _Outcome(fault=error)
+        except (Exception, BaseExceptionGroup, _Stop) as error:
+            raised = error
+        outcome = await context.settled(raised)
         if outcome.fault is not None and context.has_effect:
             # What was done commits; the fault comes again with the next attempt.
             return _Outcome()
@@ -493,7 +494,7 @@ class Context:
         self._undos: list[_Undo] = []
         self._names: dict[str, int] = {}
         self._turn = asyncio.Lock()
-        self._whose: tuple[asyncio.Task[Any] | None] | None = None
+        self._is_left = False
         self.outcome: _Outcome | None = None
         self.has_effect = False
 
@@ -557,6 +558,7 @@ class Context:
 
         Not awaited. A saga that was further keeps the code of before: it gets False.
         """
+        self._require_outside()
         named = f"patched {name}"
         if self._ask(named, ("patched",)) is not None:
             return True
@@ -567,6 +569,7 @@ class Context:
 
     def fail(self, reason: str) -> NoReturn:
         """Make the saga fail: what it has done is undone, in reverse order. Does not return, and is not awaited."""
+        self._require_outside()
         self._stop(self.failed(reason))
 
     def failed(self, reason: str) -> _Outcome:
@@ -599,12 +602,15 @@ class Context:
         last = left[-1]
         most = self._attempt.saga.rules.undo_attempts
         self.outcome = None
+        within = _WITHIN.set(self)
         try:
             await self._run(last.step, last.function, last.arguments, most, "undo", last.result)
         except StepFailed as error:
             return _Outcome("stuck", last.step, error=f"undo of {error}", ended=error)
         except _Stop:
             return self._left("undoing")
+        finally:
+            _WITHIN.reset(within)
         self._entries.append(("undone", last.step, None))
         return _Outcome("undoing")
 
@@ -616,16 +622,43 @@ class Context:
 
     async def _in_turn(self, call: Coroutine[Any, Any, Any]) -> Any:
         """Await a call after those that others have begun: an attempt that ends must leave none of them behind."""
-        mine = (_current_task(),)
-        if self._whose == mine:
+        try:
+            self._require_outside()
+            async with self._turn:
+                within = _WITHIN.set(self)
+                try:
+                    return await call
+                finally:
+                    _WITHIN.reset(within)
+        finally:
             call.close()
-            self._stop(_Outcome(fault=SagaFault("a step calls another one: one after the other")))
+
+    def _require_outside(self) -> None:
+        """Refuse what a step, an undo or a match asks of the context, also in a task that it has begun."""
+        if _WITHIN.get() is self:
+            fault = SagaFault(
+                "a step, an undo or a match uses the context: only the saga's function may"
+            )
+            self._stop(_Outcome(fault=fault))
+
+    async def settled(self, error: BaseException | None) -> _Outcome:
+        """Return how the attempt ends, whose function has returned or raised: after the step that runs beside it."""
+        self._is_left = True
         async with self._turn:
-            self._whose = mine
-            try:
-                return await call
-            finally:
-                self._whose = None
+            if self.outcome is not None:
+                return self.outcome
+        if error is None:
+            return self.completed()
+        if isinstance(error, _Stop):
+            return _Outcome()
+        if isinstance(error, ExceptionGroup) and error.split(StepFailed)[1] is None:
+            # Of a group of tasks, such as asyncio.TaskGroup.
+            return self.failed("; ".join(map(str, error.exceptions)))
+        if isinstance(error, StepFailed):
+            return self.failed(str(error))
+        if isinstance(error, Exception):
+            return _Outcome(fault=error)
+        raise error
 
     def _message(self, values: Mapping[str, Any]) -> Message:
         of = self._attempt.message
@@ -642,7 +675,7 @@ class Context:
 
     def _ask(self, name: str, kinds: tuple[str, ...]) -> tuple[str, Any] | None:
         """Return what is known of a step. Raises SagaFault for a name that is used twice, or for something else."""
-        if self.outcome is not None:
+        if self.outcome is not None or self._is_left:
             raise _Stop
         done = self._done.get(name)
         fault = None
@@ -772,6 +805,7 @@ class Context:
     ) -> Any:
         """Call a step's function. Raises StepFailed if it has failed for good, and _Stop if it is tried again."""
         attempt = self._attempt
+        state = "running" if kind == "step" else "undoing"
         began = attempt.message.attempt + attempt.found["interruptions"]
         if most is not None and began > most:
             raise StepFailed(name, attempt.found["failure"] or f"{most} attempts did not end")
@@ -793,8 +827,12 @@ class Context:
         except Exception as error:
             if isinstance(error, Fail | Drop) or (most is not None and began >= most):
                 raise StepFailed(name, text_of(error)) from error
-            state = "running" if kind == "step" else "undoing"
             self._stop(_Outcome(state, name, raised=error))
+        except BaseException as error:
+            # The saga may catch it, such as at a limit of time: what the step has changed does not count.
+            cut = SagaFault(f"step {name!r} was cut off by {type(error).__name__}")
+            self.outcome = self.outcome or _Outcome(state, name, raised=cut)
+            raise
 
 
 def _exact(name: str, returned: Any) -> Any:
@@ -805,13 +843,6 @@ def _exact(name: str, returned: Any) -> Any:
             f"step {name!r} returns more than {MOST_BYTES:,} bytes: store it elsewhere, and return where"
         )
     return json.loads(text)["result"]
-
-
-def _current_task() -> asyncio.Task[Any] | None:
-    try:
-        return asyncio.current_task()
-    except RuntimeError:
-        return None  # no event loop runs here
 
 
 def _entry(given: Sequence[Any]) -> Entry:

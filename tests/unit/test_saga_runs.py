@@ -127,6 +127,6 @@ def test_code_that_does_not_fit_is_one_clear_error() -> None:
     def nested(ctx: Context, event: Message) -> None:
         ctx.step("outer", lambda step: ctx.step("inner", lambda step: 2))
 
-    for of, said in ((twice, "'same' comes twice"), (nested, "a step calls another one")):
+    for of, said in ((twice, "'same' comes twice"), (nested, "uses the context")):
         with pytest.raises(SagaFault, match=said):
             SagaRun(of).event("a")
