@@ -326,6 +326,8 @@ class _Outcome:
     """What it waits for, or the step that has failed."""
     next_at: datetime | None = None
     error: str | None = None
+    gives_way: bool = False
+    """Events of the saga come first: the message that wakes it is given back for a moment."""
     raised: Exception | None = None
     """What a step has raised: it is tried again."""
     fault: Exception | None = None
@@ -379,6 +381,33 @@ class SagaAttempt:
         outcome = await self._outcome(is_event)
         self._end(outcome)
 
+    @property
+    def is_beside(self) -> bool:
+        """Whether the message only wakes the saga, beside the order of its key."""
+        return self.message.event_type == WAKE and self.message.key is None
+
+    @property
+    def behind(self) -> list[str]:
+        """The types of the events of the saga that are there and not taken in yet, in order."""
+        return self.found.get("behind", [])  # type: ignore[no-any-return]
+
+    def _cancelled_by(self, is_event: bool) -> str | None:
+        """Return the type of the event that makes a saga fail which does not fail yet.
+
+        Also of one that is there and has not come to its turn, unless it is for the saga that the one before it starts.
+        """
+        if self.state not in ("running", "waiting"):
+            return None
+        rules = self.saga.rules
+        if is_event and _matches(rules.cancels, self.message.event_type):
+            return self.message.event_type
+        for each in self.behind:
+            if _matches(rules.cancels, each):
+                return each
+            if _matches(rules.starts, each):
+                break
+        return None
+
     def _require_start(self) -> None:
         """Hold an event that starts no saga, and for which there is none. Raises what ends its attempt."""
         message, rules = self.message, self.saga.rules
@@ -410,9 +439,8 @@ class SagaAttempt:
         raise Ends(statement, given) from error
 
     async def _outcome(self, is_event: bool) -> _Outcome:
-        event_type = self.message.event_type
-        cancels = is_event and _matches(self.saga.rules.cancels, event_type)
-        if cancels and self.state in ("running", "waiting"):
+        event_type = self._cancelled_by(is_event)
+        if event_type is not None:
             self.entries.append(("fail", event_type, "cancelled"))
             return _Outcome("undoing")
         if self.state == "stuck":
@@ -444,6 +472,8 @@ class SagaAttempt:
         """Have the slot end the attempt. Raises what undoes its effects."""
         if outcome.fault is not None:
             self._release(outcome.fault)
+        if outcome.gives_way:
+            self._release(RetryLater("events of the saga come first"), _BUSY_SECONDS)
         given = self.message.of_attempt | {
             "saga": self.number,
             "known": self.known,
@@ -765,12 +795,21 @@ class Context:
                     self._entries.append(("waits", name, self._began[name]))
                 limit = self._began[name]
                 ends = None if limit is None else datetime.fromisoformat(limit)
-                if ends is None or ends > self._attempt.now:
+                is_over = ends is not None and ends <= self._attempt.now
+                if is_over and event_type is not None and self._comes(event_type):
+                    # It was there in time, and has its turn first.
+                    if self._attempt.is_beside and not self.has_effect:
+                        self._stop(_Outcome(gives_way=True))
+                    is_over = False
+                if not is_over:
                     self._stop(_Outcome("waiting", event_type or "sleep", ends))
             self._entries.append(("wait", name, number))
             self._done[name] = done = "wait", number
         _, number = done
         return None if number is None else self._message(self._entries[number - 1][2])
+
+    def _comes(self, event_type: str) -> bool:
+        return any(fnmatchcase(each, event_type) for each in self._attempt.behind)
 
     def _arrived(self, event_type: str, match: Callable[[Message], bool] | None) -> int | None:
         """Return the number of the first event that fits and that no wait has had."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import psycopg
 
-from relay.client.saga import Saga, SagaStep, saga
-from relay.client.worker import Worker
+from relay.client.saga import Context, Saga, SagaStep, saga
+from relay.client.worker import Message, Worker
 from tests.outbox import Outbox, wait_until
 from tests.workers import working
 
@@ -61,3 +61,63 @@ def test_a_worker_changes_no_saga_of_another_queue_nor_of_another_key(outbox: Ou
             ).fetchall()
             assert forged == [(False,)]
     assert outbox.conn.execute("select * from relay.sagas").fetchall() == before
+
+
+def test_an_event_that_was_there_before_the_workers_came_back_counts_and_not_the_timeout(
+    outbox: Outbox,
+) -> None:
+    """Without a worker for longer than the timeout, the timer is due first; others of the key are before the event."""
+
+    def checkout(ctx: Context, event: Message) -> None:
+        paid = ctx.wait("order.paid", timeout=0.3)
+        ctx.step("late" if paid is None else "paid", one)
+
+    of = made(checkout)
+    declare(outbox, of)
+    tell(outbox.worker, "order.placed")
+    with working(Worker(outbox.worker_dsn, of, poll=0.05, concurrency=1)):
+        wait_until(lambda: states(outbox) == ["waiting"])
+    tell(outbox.worker, "order.seen")
+    tell(outbox.worker, "order.paid")
+    wait_until(lambda: outbox.value("select next_at < now() from relay.sagas"))
+    with working(Worker(outbox.worker_dsn, of, poll=0.05, concurrency=1)):
+        wait_until(lambda: states(outbox) == ["done"])
+        wait_until(lambda: outbox.value("select count(*) from relay.queue_messages") == 0)
+    assert outbox.column("select step from relay.saga_steps where kind = 'step'") == ["paid"]
+
+
+def test_an_event_of_cancels_undoes_a_saga_between_two_steps_and_between_two_attempts(
+    outbox: Outbox,
+) -> None:
+    """The saga went on to its end first, or tried its step again, and then dropped what was to cancel it."""
+
+    def tells(step: SagaStep) -> None:
+        tell(outbox.worker, "order.cancelled", step.event.payload["order_id"])
+
+    def fails(step: SagaStep) -> None:
+        if step.attempt == 1:
+            tells(step)
+        raise RuntimeError("not yet")
+
+    def checkout(ctx: Context, event: Message) -> None:
+        ctx.step("first", one, undo=one)
+        if event.payload["order_id"] == "1":
+            ctx.step("cancelled meanwhile", tells, undo=one)
+        else:
+            ctx.step("tried again", fails, attempts=1_000_000)
+        ctx.step("last", one)
+
+    of = made(checkout, waits=(), cancels="order.cancelled")
+    declare(outbox, of)
+    tell(outbox.worker, "order.placed", "1")
+    tell(outbox.worker, "order.placed", "2")
+    with working(Worker(outbox.worker_dsn, of, poll=0.05)):
+        wait_until(lambda: states(outbox) == ["compensated"] * 2)
+        wait_until(lambda: outbox.value("select count(*) from relay.queue_messages") == 0)
+    assert outbox.column(
+        "select step from relay.saga_steps where kind = 'undone' order by saga_id, number"
+    ) == [
+        "cancelled meanwhile",
+        "first",
+        "first",
+    ]
