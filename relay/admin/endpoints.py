@@ -7,7 +7,7 @@ import re
 from typing import Annotated
 
 from relay.admin import acts
-from relay.admin.acts import Acting, Done, Given, Subject
+from relay.admin.acts import Acting, Done, Given, Missing, Subject
 from relay.admin.connections import reach_target
 from relay.config.addresses import require_http
 from relay.config.handlers import HttpHandler
@@ -77,9 +77,9 @@ def enable(act: Acting, endpoint: EndpointName) -> Done:
     if not endpoints.enable(act.target, act.group, act.name, id):
         return Done("the endpoint was neither disabled nor paused", None)
     meanwhile = (
-        f"what waits for it is tried soon, or at once: relay deferred run --sink {act.name}"
+        f"what waits for it is tried soon, or at once: `relay deferred run --sink {act.name}`"
         if before.waits
-        else f"what has become dead letters meanwhile: relay dlq replay --sink {act.name} --exception {id}"
+        else f"what has become dead letters meanwhile: `relay dlq replay --sink {act.name} --exception {id}`"
     )
     return Done(f"endpoint {id} ({before.address}) is enabled\n{meanwhile}", {"endpoint": id})
 
@@ -87,8 +87,8 @@ def enable(act: Acting, endpoint: EndpointName) -> Done:
 ACTS = (disable, pause, enable)
 
 
-def _unknown(act: Acting, id: str, more: str = "") -> ConfigurationError:
-    return ConfigurationError(
+def _unknown(act: Acting, id: str, more: str = "") -> Missing:
+    return Missing(
         f"sink {act.name} has no endpoint {id} that fails, is disabled or paused: see `relay endpoint list {act.name}`"
         f"{more}"
     )
@@ -135,7 +135,8 @@ def _require(settings: Settings, sink: str) -> HttpHandler:
             for name, each in settings.handlers.items()
             if isinstance(each, HttpHandler) and each.has_endpoints
         ]
-        raise ConfigurationError(
+        fault = ConfigurationError if sink in settings.handlers else Missing
+        raise fault(
             f"handlers.{sink}: is no sink whose endpoints data choose (such sinks: {', '.join(known) or 'none'})"
         )
     return handler

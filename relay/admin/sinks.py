@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import psycopg
 
 from relay.admin import acts, phrases
-from relay.admin.acts import Acting, Count, Done, FirstEvent, Given, Moved, Subject
+from relay.admin.acts import Acting, Count, Done, FirstEvent, Given, Missing, Moved, Subject
 from relay.admin.connections import reach_source, reach_target
 from relay.admin.offsets import cover_goal, find_goal, move_sink
 from relay.admin.phrases import counted
@@ -280,7 +280,7 @@ def _require_held(act: Acting) -> None:
 
 
 def require_begun(target: Connection, settings: Settings, name: str) -> None:
-    """Raise ConfigurationError unless the group has a position of the sink."""
+    """Raise Missing unless there is such a sink, ConfigurationError unless the group has a position of it."""
     stored = sinks.read(target, settings.group, settings.sink_handlers)
     known = [each.sink for each in stored if each.state != sinks.NEW]
     if name in settings.sink_handlers and name not in known:
@@ -292,7 +292,7 @@ def require_begun(target: Connection, settings: Settings, name: str) -> None:
             f"handlers.{name}: is not a sink but a transactional handler: move the group with `relay offsets seek`"
         )
     if name not in known:
-        raise ConfigurationError(
+        raise Missing(
             f"there is no sink {name!r} in group {settings.group!r} (sinks: {', '.join(known) or 'none'})"
         )
 

@@ -40,7 +40,7 @@ Lists have pages: `next` of one is the key of the following one, and null at the
 _ERRORS = {
     401: "the token is missing or wrong",
     403: "the request comes from another site",
-    404: "the group, sink, queue, schedule, token or dead letter does not exist",
+    404: "what the path names does not exist, such as a sink or a dead letter",
     409: "the action is not possible now; `detail` says why, and what to do",
     422: "the request is not valid",
     429: "the address has sent too many wrong tokens",

@@ -33,7 +33,7 @@ from relay.console.models import (
     filter_of,
 )
 from relay.console.security import COOKIE, SESSION_SECONDS, Guard
-from relay.console.views import address
+from relay.console.views import SECTIONS, address, sentence
 from relay.faults import ConfigurationError
 from relay.source.outbox.search import SCANNED, EventSearch
 from relay.store import states
@@ -596,25 +596,26 @@ def act(request: Request, views: ViewsDep, sent: SubmissionDep, act: ActDep) -> 
     name = sent.fields.get("name", "")
     given = _given(act, sent.fields)
     done = sent.group.act(act, name, given, sent.operator, sent.reason)
-    said = done.said.splitlines()[0]
+    said, *more = map(sentence, done.said.splitlines())
     to = _page_of(sent.group, act, name, is_there=not act.removes)
-    return views.done(request, to, f"{said[0].upper()}{said[1:]}.")
+    return views.done(request, to, said, more)
 
 
 def _given(act: Act, fields: Mapping[str, str]) -> dict[str, Any]:
-    """Return what the fields of a form give to an act. Raises ConfigurationError."""
+    """Return what the fields of a form give to an act; an empty one gives nothing. Raises ConfigurationError."""
     given = {each.name: fields.get(option(each), "").strip() for each in act.parameters}
     for each in act.parameters:
-        if not given[each.name]:
+        if not given[each.name] and each.default is each.empty:
             raise ConfigurationError(f"{option(each)}: is required")
-    return given
+    return {name: value for name, value in given.items() if value}
 
 
 def _page_of(group: GroupView, act: Act, name: str, is_there: bool = True) -> str:
-    """Return the URL of the page of what an act is on; that of the list where it has none of its own."""
+    """Return the URL of the page of what an act is on, else that of its list, else that of the group."""
     if is_there and act.of in _OWN_PAGES:
         return address(group.name, act.of, name=name)
-    return address(group.name, f"{act.of}s")
+    listed = f"{act.of}s"
+    return address(group.name, listed if listed in dict(SECTIONS) else "")
 
 
 def _transactions(count: int) -> str:

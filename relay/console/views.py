@@ -61,6 +61,7 @@ class Views:
             "number": number,
             "counted": of_many,
             "code": code,
+            "sentence": sentence,
         }
         self._templates.globals |= {
             "address": address,
@@ -87,8 +88,9 @@ class Views:
         """
         caller = getattr(request.state, "caller", None)
         message = self._guard.signer.read("flash", request.cookies.get(_FLASH, ""))
+        group = request.path_params.get("group")
         context = {
-            "group": request.path_params.get("group"),
+            "group": group if group in self._groups else None,
             "groups": self._groups,
             "user": caller,
             "flash": message,
@@ -164,6 +166,11 @@ def code(line: str) -> Markup:
         for n, part in enumerate(parts)
     ]
     return Markup("").join(marked)
+
+
+def sentence(line: str) -> str:
+    """Format a line of a command as a sentence."""
+    return f"{line[:1].upper()}{line[1:]}" + ("" if line.endswith(".") else ".")
 
 
 def of_many(count: int, one: str, many: str) -> str:
