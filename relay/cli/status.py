@@ -232,6 +232,8 @@ def _queue_state(queue: Any) -> str:
     parts = [f"{queue.ready:,} ready", f"{queue.waiting:,} waiting"]
     if queue.dead:
         parts.append(counted(queue.dead, "dead letter", "dead letters"))
+    if queue.stuck:
+        parts.append(counted(queue.stuck, "stuck saga", "stuck sagas"))
     parts.append(counted(queue.workers, "worker", "workers"))
     if queue.paused_at is not None:
         parts.append(f"paused since {moment(queue.paused_at)}")

@@ -299,6 +299,7 @@ SERIES: Sequence[MetricFamily] = (
         "1 while relay puts no events of the log into the queue, for it cannot evaluate match or where.",
         "queue",
     ),
+    _gauge("relay_sagas_stuck", "Sagas whose undo has failed for good, 0 without one.", "queue"),
     _gauge(
         "relay_queue_filled_messages",
         "Messages that relay has put into the queue from the log so far, while it fills it; absent at other times.",

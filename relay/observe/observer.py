@@ -197,6 +197,7 @@ class ServiceGauges:
             gauges["relay_queue_workers"][(each.queue,)] = each.workers
             gauges["relay_queue_paused"][(each.queue,)] = each.paused_at is not None
             gauges["relay_queue_stopped"][(each.queue,)] = each.stopped_at is not None
+            gauges["relay_sagas_stuck"][(each.queue,)] = each.stuck
             if each.filled is not None:
                 gauges["relay_queue_filled_messages"][(each.queue,)] = each.filled
         for schedule in schedules_shown(counted.schedules or ()):

@@ -45,6 +45,7 @@ ALERTS = {
     "RelayQueueStopped": Urgency.WARNING,
     "RelayQueueOld": Urgency.WARNING,
     "RelayQueueDead": Urgency.WARNING,
+    "RelaySagaStuck": Urgency.WARNING,
     "RelayScheduleMissed": Urgency.WARNING,
     "RelayReaderGivenUp": Urgency.WARNING,
 }
@@ -231,6 +232,10 @@ def _outbox(status: Status) -> Iterator[Trouble]:
             dead = counted(queue.dead, "message", "messages")
             cure = f"see `relay dlq list --queue {name}`"
             yield Trouble("RelayQueueDead", f"queue {queue.queue}: {dead} dead", cure)
+        if queue.stuck:
+            stuck = counted(queue.stuck, "run is", "runs are")
+            cure = f"see `relay saga list {name} --state stuck`"
+            yield Trouble("RelaySagaStuck", f"saga {queue.queue}: {stuck} stuck", cure)
     for schedule in status.schedules:
         if schedule.fault:
             yield Trouble(

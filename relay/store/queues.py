@@ -22,7 +22,8 @@ class QueueFigures:
 
     `ready` can be taken now or are taken by transactions; `waiting` wait for their time or a retry. `filled` is how
     many messages relay has put into it from the log, None unless it is being filled; `fill_error` is why it is not.
-    `fault` is why relay has put no events of the log into it since `stopped_at`.
+    `fault` is why relay has put no events of the log into it since `stopped_at`. `stuck` counts its sagas whose undo
+    has failed for good.
     """
 
     queue: str
@@ -37,6 +38,7 @@ class QueueFigures:
     fill_error: str | None = None
     stopped_at: datetime | None = None
     fault: str | None = None
+    stuck: int = 0
 
     @property
     def undone(self) -> int:
@@ -100,8 +102,9 @@ def figures(
     with conn.cursor(row_factory=class_row(QueueFigures)) as cursor:
         return cursor.execute(
             "select queue, paused_at, ready, waiting, leased, dead, oldest_seconds, workers, filled, fill_error,"
-            " stopped_at, fault from relay.queue_figures where group_id = %s and (%s::text is null or queue = %s)"
-            " order by queue",
+            " stopped_at, fault, (select count(*) from relay.sagas as s where s.saga = queue and s.ended_at is null"
+            " and s.state = 'stuck') as stuck from relay.queue_figures"
+            " where group_id = %s and (%s::text is null or queue = %s) order by queue",
             (group, name, name),
         ).fetchall()
 

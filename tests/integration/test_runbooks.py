@@ -440,6 +440,19 @@ def test_relay_queue_dead(running_shop: Shop) -> None:
 
 
 @pytest.mark.rare
+def test_relay_saga_stuck(running_shop: Shop) -> None:
+    with queue_with_a_message(running_shop) as conn:
+        conn.execute(
+            """
+            insert into relay.sagas (id, saga, key, event_id, version, state, entries, step, error)
+                overriding system value
+                values (1, 'mail', 'A-1', 'e', 1, 'stuck', 0, 'pay', 'undo of step pay: no bank')
+            """
+        )
+        running_shop.run_book("RelaySagaStuck")
+
+
+@pytest.mark.rare
 def test_relay_queue_stopped(running_shop: Shop) -> None:
     """Its `match` is one of a former edition, whose number relay cannot read."""
     huge = '{"payload.x": %s}' % ("9" * 5_001)
@@ -658,6 +671,7 @@ def test_each_alert_has_its_runbook() -> None:
             "RelayDeadLetters",
             "RelayQueueOld",
             "RelayQueueDead",
+            "RelaySagaStuck",
             "RelayQueueStopped",
             "RelayScheduleMissed",
             "RelayReaderGivenUp",

@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from relay import Fail
+from relay.admin import status
 from relay.cli.app import app
 from relay.client import Event
 from relay.client import Outbox as Publisher
@@ -24,6 +25,7 @@ from relay.client.databases import Steps
 from relay.client.saga import Context, Saga, SagaStep, StepFailed, saga
 from relay.client.sessions import Statement
 from relay.client.worker import Message, Worker
+from relay.observe.troubles import Trouble, troubles
 from relay.retention.erasure import erase
 from tests.outbox import Outbox, relaying, wait_until
 from tests.workers import DATABASES, working
@@ -68,6 +70,13 @@ def states(outbox: Outbox) -> list[str]:
 def entries(outbox: Outbox) -> list[tuple[str, str]]:
     rows = outbox.conn.execute("select kind, step from relay.saga_steps order by saga_id, number")
     return [(kind, step) for kind, step in rows.fetchall()]
+
+
+def attention(outbox: Outbox) -> list[Trouble]:
+    """What needs attention of the sagas."""
+    settings = outbox.settings()
+    found = troubles(status.read(settings), settings.source.mode)
+    return [each for each in found if each.alert == "RelaySagaStuck"]
 
 
 def ends(outbox: Outbox, *expected: str) -> None:
@@ -365,10 +374,16 @@ def test_operators_skip_a_step_that_fails_undo_give_up_and_resume(outbox: Outbox
         assert outbox.column("select error from relay.sagas") == [
             "undo of step reserve: RuntimeError: no refund"
         ]
+        (told,) = attention(outbox)
+        assert (
+            told.line
+            == "saga checkout: 1 run is stuck: see `relay saga list checkout --state stuck`"
+        )
         broken.clear()
         broken.append(False)
         assert steer(outbox, "resume")
         ends(outbox, "compensated")
+        assert not attention(outbox)
         assert not steer(outbox, "give up")
         tell(outbox, "order.placed")
         wait_until(lambda: states(outbox) == ["compensated", "running"])

@@ -68,7 +68,7 @@ def test_every_alert_uses_known_series_and_names_its_runbook() -> None:
         assert used(rule["expr"]) <= NAMES
         runbook = rule["annotations"]["runbook_url"]
         assert runbook == f"docs/operations.md#{rule['alert'].lower()}"
-    assert len(rules) == 22
+    assert len(rules) == 23
 
 
 @needs_promtool

@@ -99,6 +99,7 @@ SCENES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "an old message": ("RelayQueueOld", {"queues": [replace(QUEUE, oldest_seconds=301)]}),
     "a dead message": ("RelayQueueDead", {"queues": [replace(QUEUE, dead=2)], "dead_letters": 2}),
+    "a stuck saga": ("RelaySagaStuck", {"queues": [replace(QUEUE, stuck=1)]}),
     "a late schedule": (
         "RelayScheduleMissed",
         {"schedules": [replace(SCHEDULE, overdue_seconds=61)]},
