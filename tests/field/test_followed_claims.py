@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import count
 from typing import Any
 
 import psycopg
@@ -10,6 +11,7 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 from relay.client.worker import Message, Queue, Worker
+from tests.chaos.proxy import through_proxy
 from tests.outbox import Outbox, wait_until
 from tests.workers import working
 
@@ -32,9 +34,9 @@ def states(outbox: Outbox) -> list[tuple[Any, ...]]:
     return rows.fetchall()
 
 
-def worker_of(outbox: Outbox, is_async: bool, *before: str, after: str | None = None) -> Worker:
+def worker_of(dsn: str, is_async: bool, *before: str) -> Worker:
     """A worker that notes each message, once it has run some statements."""
-    worker = Worker(outbox.worker_dsn, "mail", concurrency=1, poll=0.05)
+    worker = Worker(dsn, "mail", concurrency=1, poll=0.05, listen=False)
     insert = b"insert into done values (%s)"
 
     if is_async:
@@ -60,7 +62,7 @@ def test_a_commit_that_a_deferred_constraint_refuses(outbox: Outbox, is_async: b
     """OCA/queue#142, doctrine/dbal#5967, matomo-org/matomo#17511."""
     fill(outbox, 1, 2, 2, 3, queue=Queue(name="mail", match=None, attempts=2, backoff=0.01))
     outbox.conn.execute("alter table done add unique (payload) deferrable initially deferred")
-    with working(worker_of(outbox, is_async)):
+    with working(worker_of(outbox.worker_dsn, is_async)):
         wait_until(lambda: [each[1] for each in states(outbox)] == ["dead"], 15)
     [(_, _, attempts, error)] = states(outbox)
     assert attempts == 2
@@ -74,7 +76,7 @@ def test_a_handler_that_deallocates_what_is_prepared(
 ) -> None:
     """psycopg/psycopg#1105, #1408, pgbouncer/pgbouncer#974: no outage, and no attempt that counts."""
     fill(outbox, *range(20))
-    with working(worker_of(outbox, is_async, "deallocate all")):
+    with working(worker_of(outbox.worker_dsn, is_async, "deallocate all")):
         wait_until(lambda: not states(outbox), 15)
     assert sorted(outbox.column("select payload from done")) == list(range(20))
     assert [each.getMessage() for each in caplog.records if each.levelname == "WARNING"] == []
@@ -119,7 +121,7 @@ def test_a_handler_that_ends_the_transaction_by_sql(
 ) -> None:
     """OCA/queue#889: no message is lost, and none is claimed for ever."""
     fill(outbox, 1, 2, queue=Queue(name="mail", match=None, attempts=2, backoff=0.01))
-    with working(worker_of(outbox, is_async, *ending.split("; "))):
+    with working(worker_of(outbox.worker_dsn, is_async, *ending.split("; "))):
         wait_until(lambda: [each[1] for each in states(outbox)] == ["dead", "dead"], 15)
     assert {each[2] for each in states(outbox)} == {2}
 
@@ -142,14 +144,14 @@ def test_a_worker_that_is_stopped_gives_its_next_message_back(outbox: Outbox) ->
     assert sorted(done) == list(range(6))
     assert len(left) == 44
     assert {each[1:] for each in left} == {("enqueued", 0, None)}
-    with working(worker_of(outbox, True)):
+    with working(worker_of(outbox.worker_dsn, True)):
         wait_until(lambda: not states(outbox), 15)
 
 
 @each_kind
 def test_a_session_that_is_ended_between_messages(outbox: Outbox, is_async: bool) -> None:
     fill(outbox, *range(30))
-    worker = worker_of(outbox, is_async, "select pg_sleep(0.02)")
+    worker = worker_of(outbox.worker_dsn, is_async, "select pg_sleep(0.02)")
     with working(worker):
         for _ in range(4):
             outbox.conn.execute(
@@ -163,7 +165,7 @@ def test_a_session_that_is_ended_between_messages(outbox: Outbox, is_async: bool
 
 def test_a_queue_that_is_paused_under_a_worker(outbox: Outbox) -> None:
     fill(outbox, *range(300))
-    with working(worker_of(outbox, True)):
+    with working(worker_of(outbox.worker_dsn, True)):
         wait_until(lambda: outbox.value("select count(*) from done") >= 5, 15)
         outbox.worker.execute("select relay.pause_queue('mail')")
         before = outbox.value("select count(*) from done")
@@ -177,21 +179,40 @@ def test_a_queue_that_is_paused_under_a_worker(outbox: Outbox) -> None:
 @each_kind
 def test_a_client_of_another_encoding(outbox: Outbox, is_async: bool) -> None:
     fill(outbox, "grün", "für")
-    worker = Worker(
-        make_conninfo(outbox.worker_dsn, client_encoding="latin1"), "mail", concurrency=1, poll=0.05
-    )
-    insert = b"insert into done values (%s)"
-    if is_async:
-
-        @worker.handles()
-        async def handle_async(message: Message, conn: psycopg.AsyncConnection[Any]) -> None:
-            await conn.execute(insert, (json.dumps(message.payload),))
-    else:
-
-        @worker.handles()
-        def handle(message: Message, conn: psycopg.Connection[Any]) -> None:
-            conn.execute(insert, (json.dumps(message.payload),))
-
+    worker = worker_of(make_conninfo(outbox.worker_dsn, client_encoding="latin1"), is_async)
     with working(worker):
         wait_until(lambda: not states(outbox), 15)
     assert sorted(outbox.column("select payload from done")) == ["für", "grün"]
+
+
+@each_kind
+@pytest.mark.parametrize("keep_done", [None, 3600.0], ids=["removed", "kept"])
+def test_the_answer_to_a_commit_is_lost(
+    outbox: Outbox, is_async: bool, keep_done: float | None
+) -> None:
+    """OCA/connector#51, ansible/awx#11027: done once, and neither retried nor a dead letter."""
+    fill(outbox, *range(60), queue=Queue(name="mail", match=None, attempts=3, keep_done=keep_done))
+    commits = count(1)
+    with through_proxy(outbox.worker_dsn) as proxy:
+        proxy.cut_after = lambda data: b"; commit" in data and next(commits) % 7 == 0
+        with working(worker_of(proxy.dsn, is_async)):
+            wait_until(lambda: {each[1] for each in states(outbox)} <= {"done"})
+        assert proxy.cuts > 5
+    assert {each[1:] for each in states(outbox)} <= {("done", 1, None)}
+    assert sorted(outbox.column("select payload from done")) == list(range(60))
+
+
+def test_the_order_of_keys_with_two_workers(outbox: Outbox) -> None:
+    """procrastinate-org/procrastinate#231: a message is claimed in the trip that commits the one before of its key."""
+    fill(outbox, queue=Queue(name="mail", match=None, key="user", backoff=0.01))
+    outbox.conn.execute("alter table done add number int generated always as identity")
+    for number in range(140):
+        outbox.worker.execute(
+            "select relay.enqueue('mail', %s::jsonb, key => %s)",
+            (json.dumps([number % 7, number]), str(number % 7)),
+        )
+    workers = [worker_of(outbox.worker_dsn, True, "select pg_sleep(0.001)") for _ in range(2)]
+    with working(workers[0]), working(workers[1]):
+        wait_until(lambda: not states(outbox))
+    handled = outbox.column("select payload from done order by number")
+    assert sorted(handled, key=lambda pair: pair[0]) == sorted(handled)

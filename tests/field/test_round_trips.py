@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 import pytest
 
 from relay.faults import ConfigurationError
+from tests.chaos.proxy import through_proxy
 from tests.outbox import Outbox, event, host, relaying, wait_until
 
 PUBLISHED = "select count(*) from outbox_message_t"
@@ -70,7 +72,7 @@ def test_a_statement_that_copies_or_ends_the_transaction(
 
 
 def test_payloads_of_many_megabytes(outbox: Outbox) -> None:
-    """ged/ruby-pg#403."""
+    """psycopg/psycopg#685, pgjdbc/pgjdbc#194, dimitri/pgcopydb#880."""
     outbox.conn.execute("create table seen (length int)")
     insert = (
         "insert into seen select length(%(payload)s->>'text') returning %(payload)s, %(payload)s"
@@ -106,6 +108,53 @@ def test_a_trigger_that_changes_settings_of_its_transaction(outbox: Outbox) -> N
         wait_handled(outbox)
     assert not outbox.column(DEAD)
     assert outbox.value("select count(*) from seen") == 50
+
+
+@pytest.mark.parametrize("handler", [None, "tests.callables:record"], ids=["sql", "python"])
+def test_the_answer_to_a_batchs_commit_is_lost(outbox: Outbox, handler: str | None) -> None:
+    """matomo-org/matomo#17511: what was applied is recognised, and applied once."""
+    more: dict[str, Any] = {}
+    if handler is not None:
+        more = {
+            "handlers": {"python": {"type": "python", "callable": handler}},
+            "routes": [{"handlers": ["python"]}],
+        }
+    commits = count(1)
+    with through_proxy(outbox.relay_dsn) as proxy:
+        proxy.cut_after = lambda data: b"; commit; " in data and next(commits) % 4 == 0
+        with relaying(outbox.settings(target={"dsn": proxy.dsn}, **more)):
+            for number in range(20):
+                outbox.publish(host(number), event())
+                wait_until(lambda: outbox.handled() > number)  # noqa: B023
+        assert proxy.cuts > 2
+    assert not outbox.column(DEAD)
+    outbox.assert_exact()
+
+
+@pytest.mark.parametrize("act", ["cancel", "terminate"])
+def test_a_session_that_is_ended_in_the_middle_of_a_trip(outbox: Outbox, act: str) -> None:
+    """psycopg/psycopg#604: the statements before it are undone, those behind it do not run."""
+    outbox.conn.execute(
+        f"""
+        create table seen (n int);
+        create function act() returns trigger language plpgsql security definer as $$
+        begin
+            if new.n % 5 = 0 and nextval('acts') < 4 then
+                perform pg_{act}_backend(pg_backend_pid());
+            end if;
+            return null;
+        end $$;
+        create sequence acts;
+        create trigger act after insert on seen for each row execute function act();
+        """.encode()
+    )
+    insert = "insert into seen values ((%(payload)s->>'amount')::int)"
+    with relaying(outbox.settings(**sql_handler(insert))):
+        for first in range(0, 40, 10):
+            outbox.publish(host(1), *(event(first + number) for number in range(10)))
+            wait_handled(outbox)
+    assert not outbox.column(DEAD)
+    assert outbox.column("select n from seen order by n") == list(range(40))
 
 
 def test_a_session_of_psycopg_that_deallocates_all_on_a_rollback(outbox: Outbox) -> None:
