@@ -70,7 +70,8 @@ create index if not exists queue_messages_later_keys on relay.queue_messages (qu
     where available_at is not null and key is not null;
 
 -- What a worker needs to know of the saga that a message is for, whose row it locks: as JSON, with the entries from a number on where the
--- worker knows those before. behind: the types of its first 100 events that nobody has taken in yet, in order. busy: another message drives the saga right now. known: the saga that this event has started, or one of
+-- worker knows those before. behind: the types of its first 100 events that nobody has taken in yet, in order. busy: another message
+-- drives the saga right now. known: the saga that this event has started, or one of
 -- this key that has ended, is there.
 create or replace function relay.begin_saga(
     queue text, id bigint, saga bigint default null, entries int default 0, call relay.call default relay.this_call()
@@ -139,7 +140,8 @@ $$;
 -- Adds entries to a saga, an array of [kind, step, result], and gives it a state, in the transaction of its worker. A saga that is
 -- running or undoing goes on with this message, whose event it has taken in: at once or, after a failure, as relay.retry says. In any
 -- other state the message is done. One that waits until a time gets a message for then, beside the order of its key. Returns false,
--- and changes nothing, where the message is another worker's, or the saga has changed since it was read.
+-- and changes no saga, where the message is another worker's, or the saga has changed since it was read: then the message has all its
+-- attempts again.
 create or replace function relay.advance_saga(
     queue text, id bigint, attempt int, saga bigint, known int, added json, state text, version int,
     step text default null, next_at timestamptz default null, error text default null, failure text default null,
@@ -183,6 +185,8 @@ begin
          where s.id = the_saga and s.saga = queue and s.key = m.key and s.entries = advance_saga.known and s.ended_at is null
            for update;
         if not found then
+            update relay.queue_messages as r set attempts = 0, interruptions = 0, error = null
+             where r.ctid = location and r.event_type = 'relay.saga';
             return false;
         end if;
         update relay.sagas as s
@@ -278,7 +282,8 @@ $$;
 
 -- What an operator does to a saga that has not ended. undo: it fails, and what it has done is undone. skip: the step that fails, or
 -- whose undo does, counts as done; `result` is what it returns. give up: it ends, and nothing is undone. resume: it is looked at now, and
--- one that is stuck goes on. Returns whether there is such a saga, and something to do. Waits at most five seconds for a step.
+-- one that is stuck goes on. What follows has all its attempts. Returns whether there is such a saga, and something to do. Waits at most
+-- five seconds for a step.
 create or replace function relay.steer_saga(
     saga text, id bigint, act text, reason text default null, result json default null, call relay.call default relay.this_call()
 ) returns boolean
@@ -319,6 +324,17 @@ begin
            since = case when s.state = next then s.since else clock_timestamp() end,
            ended_at = case when act = 'give up' then clock_timestamp() end
      where s.id = open.id;
+    -- What it went on with, or was to be woken by: that has the attempts of another step. A worker that has it waits for this one.
+    perform relay.remove_messages(
+        array(select o.ctid from relay.queue_messages as o
+               where o.queue_id = q.id and o.available_at is null and o.key = open.key and o.event_type = 'relay.saga'
+                 for update skip locked)
+        || array(select o.ctid from relay.queue_messages as o
+                  where o.queue_id = q.id and o.available_at is not null and o.key = open.key and o.event_type = 'relay.saga'
+                    for update skip locked)
+        || array(select o.ctid from relay.queue_messages as o
+                  where o.queue_id = q.id and o.unique_key = open.key and o.key is null and o.event_type = 'relay.saga'
+                    for update skip locked));
     if act <> 'give up' then
         perform relay.wake_saga(q, open.key, open.host_id);
     end if;

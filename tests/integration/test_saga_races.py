@@ -121,3 +121,59 @@ def test_an_event_of_cancels_undoes_a_saga_between_two_steps_and_between_two_att
         "first",
         "first",
     ]
+
+
+def steer(outbox: Outbox, act: str) -> None:
+    number = outbox.value("select max(id) from relay.sagas")
+    row = outbox.worker.execute(
+        "select relay.steer_saga('checkout', %s, %s)", (number, act)
+    ).fetchone()
+    assert row == (True,)
+
+
+def test_what_follows_an_operators_act_has_all_its_attempts_and_nothing_old_stays(
+    outbox: Outbox,
+) -> None:
+    """The message of the step that was tried ten times went on with what came next: it failed without an attempt."""
+    attempts: dict[str, list[int]] = {"next": [], "undo": []}
+
+    def fails(step: SagaStep) -> None:
+        raise RuntimeError("not yet")
+
+    def third(kind: str) -> Any:
+        def run(step: SagaStep) -> None:
+            attempts[kind].append(step.attempt)
+            if step.attempt < 3:
+                raise RuntimeError("not yet")
+
+        return run
+
+    def checkout(ctx: Context, event: Message) -> None:
+        ctx.step("fails", fails, attempts=1_000_000)
+        ctx.step("next", third("next"), undo=third("undo"))
+        ctx.step("fails again", fails, attempts=1_000_000)
+
+    of = made(checkout, undo_attempts=3, attempts=3)
+    declare(outbox, of)
+    tell(outbox.worker, "order.placed")
+    tried = "select coalesce(max(attempts), 0) from relay.queue_messages"
+    with working(Worker(outbox.worker_dsn, of, poll=0.05)):
+        wait_until(lambda: outbox.value(tried) >= 10)
+        steer(outbox, "skip")
+        wait_until(lambda: outbox.column("select step from relay.sagas") == ["fails again"])
+        wait_until(lambda: outbox.value(tried) >= 10)
+        assert outbox.value("select count(*) from relay.queue_messages") == 1
+        steer(outbox, "undo")
+        wait_until(lambda: states(outbox) == ["compensated"])
+        wait_until(lambda: outbox.value("select count(*) from relay.queue_messages") == 0)
+    assert attempts == {"next": [1, 2, 3], "undo": [1, 2, 3]}
+
+
+def test_a_saga_that_is_given_up_leaves_nothing_that_would_wake_it(outbox: Outbox) -> None:
+    of = made(lambda ctx, event: ctx.sleep(3_600))
+    declare(outbox, of)
+    tell(outbox.worker, "order.placed")
+    with working(Worker(outbox.worker_dsn, of, poll=0.05)):
+        wait_until(lambda: states(outbox) == ["waiting"])
+    steer(outbox, "give up")
+    assert outbox.value("select count(*) from relay.queue_messages") == 0
