@@ -290,6 +290,10 @@ def text_of(error: BaseException) -> str:
         text = ""
     if error.__cause__ is not None and not text:
         return text_of(error.__cause__)
-    # PostgreSQL's type text holds neither NUL nor half of a surrogate pair.
-    cut = (f"{name}: {text}" if text else name)[:_LONGEST_ERROR].replace("\0", "\\x00")
+    return stored(f"{name}: {text}" if text else name)
+
+
+def stored(text: str) -> str:
+    """Return a text as the database has it, cut: its type text holds neither NUL nor half of a surrogate pair."""
+    cut = text[:_LONGEST_ERROR].replace("\0", "\\x00")
     return cut.encode("utf-8", "backslashreplace").decode()

@@ -24,7 +24,7 @@ from relay.causes import Causing, handling
 from relay.client import sessions
 from relay.client.errors import EventInvalid
 from relay.client.event import Event
-from relay.client.messages import RELEASE, Ends, Message, Queue, call_of, text_of
+from relay.client.messages import RELEASE, Ends, Message, Queue, call_of, stored, text_of
 from relay.client.outbox import Outbox
 from relay.client.payloads import encode_object
 from relay.model.moments import moment_of
@@ -606,7 +606,7 @@ class Context:
         """The outcome of a saga that fails."""
         if self._attempt.state == "undoing":
             return _Outcome("undoing")
-        self._entries.append(("fail", "", reason))
+        self._entries.append(("fail", "", stored(str(reason))))
         return _Outcome("undoing")
 
     def completed(self) -> _Outcome:
@@ -709,7 +709,9 @@ class Context:
             raise _Stop
         done = self._done.get(name)
         fault = None
-        if name in self._asked:
+        if name != stored(name):
+            fault = f"step {name!r}: a name has no NUL, no half of a surrogate pair, and is short"
+        elif name in self._asked:
             fault = f"step {name!r} comes twice: give each step a name of its own"
         elif done is not None and done[0] not in kinds:
             fault = f"step {name!r} is a {kinds[0]} now, and was a {done[0]} when it was done"

@@ -116,3 +116,29 @@ def test_an_attempt_ends_after_the_steps_that_it_has_begun() -> None:
 
     run_of = SagaRun(made(run)).event("a")
     assert (run_of.state, run_of.done, within) == ("done", ["slow"], ["begins", "ends"])
+
+
+@pytest.mark.parametrize("text", ["a\0b", "a\ud800b"])
+def test_why_a_saga_fails_is_a_text_that_the_database_has(text: str) -> None:
+    """With another one the end of the attempt failed, for ever."""
+
+    def run(ctx: Context, event: Message) -> None:
+        ctx.step("one", one, undo=one)
+        ctx.fail(text)
+
+    run_of = SagaRun(made(run)).event("a")
+    assert run_of.state == "compensated"
+    assert run_of.error is not None
+    run_of.error.encode()
+    assert "\0" not in run_of.error
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a\ud800b"])
+def test_a_name_that_the_database_has_not_is_a_fault_before_its_step(name: str) -> None:
+    def run(ctx: Context, event: Message) -> None:
+        ctx.step(name, one)
+
+    run_of = SagaRun(made(run))
+    with pytest.raises(SagaFault, match="NUL"):
+        run_of.event("a")
+    assert run_of.ran == []
