@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import LiteralString
 
@@ -252,12 +252,8 @@ def _transactions_of(
     return [shortened(str(each)) for (each,) in rows]
 
 
-def _erase_from_target(
-    target: Connection, group: str, host: str, transactions: list[str], report: ErasureReport
-) -> None:
-    of = {"group": group, "host": host, "transactions": transactions}
-    report.removed["dead letters"] = dead_letters.erase(target, group, host)
-    report.removed["messages of queues"] = sum(
+def _erase_messages(target: Connection, of: Mapping[str, object]) -> int:
+    return sum(
         target.execute(
             sql.SQL(
                 "delete from {} where host_id = %(host)s"
@@ -267,6 +263,14 @@ def _erase_from_target(
         ).rowcount
         for table in ("queue_messages", "queue_done")
     )
+
+
+def _erase_from_target(
+    target: Connection, group: str, host: str, transactions: list[str], report: ErasureReport
+) -> None:
+    of = {"group": group, "host": host, "transactions": transactions}
+    report.removed["dead letters"] = dead_letters.erase(target, group, host)
+    report.removed["messages of queues"] = _erase_messages(target, of)
     report.removed["sagas"] = target.execute(
         """
         delete from relay.sagas where host_id = %(host)s
@@ -274,6 +278,8 @@ def _erase_from_target(
         """,
         of,
     ).rowcount
+    # What its sagas have left of themselves while those waited that had them.
+    report.removed["messages of queues"] += _erase_messages(target, of)
     report.removed["deferred transactions"] = _erase_deferred(target, group, host)
     target.execute(
         """

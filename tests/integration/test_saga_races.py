@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psycopg
 
 from relay.client.saga import Context, Saga, SagaStep, saga
 from relay.client.worker import Message, Worker
+from relay.retention.erasure import erase
 from tests.outbox import Outbox, wait_until
 from tests.workers import working
 
@@ -177,3 +179,26 @@ def test_a_saga_that_is_given_up_leaves_nothing_that_would_wake_it(outbox: Outbo
         wait_until(lambda: states(outbox) == ["waiting"])
     steer(outbox, "give up")
     assert outbox.value("select count(*) from relay.queue_messages") == 0
+
+
+def test_an_erased_host_has_no_message_of_a_saga_that_a_worker_had(outbox: Outbox) -> None:
+    """Of a saga that began to wait meanwhile, the message that wakes it had the host, and its key, until then."""
+    of = made(lambda ctx, event: ctx.sleep(3_600))
+    declare(outbox, of)
+    tell(outbox.worker, "order.placed")
+    settings = outbox.settings()
+    with (
+        psycopg.connect(outbox.worker_dsn) as worker,
+        ThreadPoolExecutor() as threads,
+    ):
+        worker.execute(
+            "select relay.advance_saga('checkout', c.id, c.attempt, null, 0, '[]', 'waiting', 1, 'sleep',"
+            " now() + interval '1 hour') from relay.claim('checkout') as c"
+        )
+        erased = threads.submit(erase, settings, outbox.conn, outbox.conn, HOST)
+        waits = "select count(*) from pg_locks where not granted"
+        wait_until(lambda: erased.done() or outbox.worker.execute(waits).fetchone() != (0,))
+        worker.commit()
+        assert erased.result(60).removed["sagas"] == 1
+    assert outbox.value("select count(*) from relay.queue_messages") == 0
+    assert outbox.value("select count(*) from relay.queue_done") == 0
