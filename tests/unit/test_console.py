@@ -188,6 +188,7 @@ def test_its_files_are_in_the_package() -> None:
             "number",
             "counted",
             "code",
+            "sentence",
         ),
         str,
     )
