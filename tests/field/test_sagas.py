@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import uuid
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
+import psycopg
 import pytest
 
 from relay import Drop, Fail, RetryLater
@@ -367,6 +370,253 @@ def test_code_without_a_timer_that_has_begun_is_one_clear_error() -> None:
     run_of.saga = made(lambda ctx, event: ctx.step("other", one))
     with pytest.raises(SagaFault, match="'sleep' was done, and the saga's code comes to 'other'"):
         run_of.pass_time(seconds=10)
+
+
+def test_an_event_that_is_seen_while_its_saga_begins_is_kept(outbox: Outbox) -> None:
+    """Particular/docs.particular.net#5583: a saga was not found, and its store had it: the message was too early."""
+    running, goes_on = threading.Event(), threading.Event()
+
+    def slow(step: SagaStep) -> None:
+        running.set()
+        goes_on.wait(60)
+
+    def run(ctx: Context, event: Message) -> None:
+        ctx.step("slow", slow)
+        ctx.wait("b")
+
+    of = made(run)
+    declare(outbox, of)
+    tell(outbox, "b")
+    aside = "select xmin::text from relay.queue_messages where event_type = 'b' and key is null"
+    with working(Worker(outbox.worker_dsn, of, poll=0.05)):
+        wait_until(lambda: bool(outbox.column(aside)))
+        tell(outbox, "a")
+        wait_until(running.is_set)
+        before = outbox.column(aside)
+        wait_until(lambda: outbox.column(aside) != before)
+        goes_on.set()
+        wait_until(lambda: states(outbox) == ["done"])
+    assert outbox.column("select count(*) from relay.dead_letters") == [0]
+
+
+def test_events_that_all_start_a_saga_begin_one_at_once_and_none_fails(outbox: Outbox) -> None:
+    """rebus-org/Rebus#937: several batches began one saga in several processes: its insert failed as a duplicate."""
+
+    def run(ctx: Context, event: Message) -> None:
+        for _ in range(9):
+            ctx.wait("a")
+
+    of = made(run)
+    declare(outbox, of)
+    with (
+        working(Worker(outbox.worker_dsn, of, poll=0.01)),
+        working(Worker(outbox.worker_dsn, of, poll=0.01)),
+    ):
+        for _ in range(10):
+            tell(outbox, "a")
+        wait_until(lambda: states(outbox) == ["done"])
+    assert outbox.column("select count(*) from relay.saga_steps where kind = 'event'") == [10]
+    assert outbox.column("select count(*) from relay.dead_letters") == [0]
+
+
+def test_the_step_of_a_worker_that_is_lost_is_taken_without_a_timeout(outbox: Outbox) -> None:
+    """pgflow-dev/pgflow#621: a step of 5 s was taken again after the flow's 90 s, and its message read in vain."""
+    taken: list[int] = []
+    goes_on = threading.Event()
+
+    def lost(step: SagaStep) -> None:
+        taken.append(step.attempt)
+        if len(taken) == 1:
+            step.session.execute("select set_config('application_name', 'lost', false)")
+            goes_on.wait(60)
+            step.session.execute("select 1")
+
+    def run(ctx: Context, event: Message) -> None:
+        ctx.step("one", lost)
+
+    of = made(run)
+    declare(outbox, of)
+    tell(outbox, "a")
+    kill = "select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'lost'"
+    with (
+        working(Worker(outbox.worker_dsn, of, poll=0.05)),
+        working(Worker(outbox.worker_dsn, of, poll=0.05)),
+    ):
+        wait_until(lambda: outbox.column(kill) == [True])
+        wait_until(lambda: states(outbox) == ["done"])
+        goes_on.set()
+    assert taken == [1, 2]
+
+
+def test_a_worker_that_ends_while_another_begins_leaves_its_saga_to_that_one(
+    outbox: Outbox,
+) -> None:
+    """dbos-inc/dbos-transact-py#804: the one that drained took back what was recovered, and stranded it."""
+
+    def run(ctx: Context, event: Message) -> None:
+        for number in range(3):
+            ctx.step(f"step {number}", one)
+            ctx.sleep(0.2)
+
+    of = made(run)
+    declare(outbox, of)
+    tell(outbox, "a")
+    done = "select count(*) from relay.saga_steps where kind = 'step'"
+    with ExitStack() as second:
+        with working(Worker(outbox.worker_dsn, of, poll=0.01)):
+            wait_until(lambda: outbox.column(done) >= [1])
+            second.enter_context(working(Worker(outbox.worker_dsn, of, poll=0.01)))
+            wait_until(lambda: outbox.column(done) >= [2])
+        wait_until(lambda: states(outbox) == ["done"])
+    assert outbox.column(done) == [3]
+
+
+def test_an_event_that_comes_during_a_step_does_not_run_it_a_second_time(outbox: Outbox) -> None:
+    """vercel/workflow#2780: an event that came in a step woke the run, and the step ran twice side by side."""
+    ran: list[int] = []
+
+    def slow(step: SagaStep) -> None:
+        ran.append(step.attempt)
+        tell(outbox, "b")
+        held = (
+            "select count(*) from relay.queue_messages where event_type = 'b' and key is not null"
+        )
+        wait_until(lambda: outbox.column(held) == [1])
+
+    def run(ctx: Context, event: Message) -> None:
+        ctx.step("slow", slow)
+        ctx.wait("b")
+
+    of = made(run)
+    declare(outbox, of)
+    tell(outbox, "a")
+    with (
+        working(Worker(outbox.worker_dsn, of, poll=0.01)),
+        working(Worker(outbox.worker_dsn, of, poll=0.01)),
+    ):
+        wait_until(lambda: states(outbox) == ["done"])
+    assert ran == [1]
+
+
+def test_a_cancellation_that_comes_during_a_step_is_not_swallowed(outbox: Outbox) -> None:
+    """temporalio/sdk-python#620: a cancellation was lost where a short activity ended at the same time."""
+    ran: list[str] = []
+
+    def told(step: SagaStep) -> None:
+        ran.append(step.name)
+        if step.name == "one":
+            tell(outbox, "stop")
+
+    def run(ctx: Context, event: Message) -> None:
+        for name in ("one", "two", "three"):
+            ctx.step(name, told, undo=one)
+
+    of = made(run, cancels="stop")
+    declare(outbox, of)
+    tell(outbox, "a")
+    with working(Worker(outbox.worker_dsn, of, poll=0.01)):
+        wait_until(lambda: states(outbox) in (["done"], ["compensated"]))
+    assert (states(outbox), ran) == (["compensated"], ["one"])
+
+
+def test_an_act_that_races_the_last_step_says_what_came_of_it(outbox: Outbox) -> None:
+    """dbos-inc/dbos-transact-py#767: a cancellation that raced the end was dropped, and returned as if it held."""
+    said: list[bool] = []
+    running, goes_on = threading.Event(), threading.Event()
+
+    def last(step: SagaStep) -> None:
+        running.set()
+        goes_on.wait(60)
+
+    def run(ctx: Context, event: Message) -> None:
+        ctx.step("one", one, undo=one)
+        ctx.step("last", last)
+
+    of = made(run)
+    declare(outbox, of)
+    tell(outbox, "a")
+    with working(Worker(outbox.worker_dsn, of, poll=0.05)):
+        wait_until(running.is_set)
+        act = "select relay.steer_saga('orders', %s, 'undo', 'enough')"
+        (number,) = outbox.column("select id from relay.sagas")
+
+        def undo() -> None:
+            with psycopg.connect(outbox.superuser_dsn) as conn:
+                said.extend(row[0] for row in conn.execute(act, (number,)))
+
+        acting = threading.Thread(target=undo)
+        acting.start()
+        waiting = "select count(*) from pg_stat_activity where wait_event_type = 'Lock'"
+        wait_until(lambda: outbox.column(waiting) == [1])
+        goes_on.set()
+        acting.join()
+        wait_until(lambda: states(outbox) in (["done"], ["compensated"]))
+    assert said == [states(outbox) == ["compensated"]]
+
+
+def test_waits_of_a_loop_that_time_out_are_over_once_each() -> None:
+    """earendil-works/absurd#96: a timeout was not recorded: a loop of waits slept for the first one again."""
+
+    def run(ctx: Context, event: Message) -> None:
+        for number in range(3):
+            ctx.step(f"load {number}", one)
+            assert ctx.wait("b", timeout=60) is None
+
+    run_of = SagaRun(made(run)).event("a")
+    for number in (1, 2):
+        assert run_of.pass_time(seconds=60).done == [f"load {each}" for each in range(number + 1)]
+    assert run_of.pass_time(seconds=60).state == "done"
+
+
+def test_a_sleep_that_is_computed_anew_ends_when_it_was_to_end() -> None:
+    """cloudflare/workers-sdk#12884: a sleep of another length on replay was another sleep, and began anew."""
+    lengths = iter((60, 3_600, 7_200))
+
+    def run(ctx: Context, event: Message) -> None:
+        ctx.sleep(next(lengths))
+
+    assert SagaRun(made(run)).event("a").pass_time(seconds=60).state == "done"
+
+
+def test_what_a_step_writes_before_it_fails_is_not_there_twice(outbox: Outbox) -> None:
+    """dbos-inc/dbos-transact-py#770: what a step wrote to a stream stayed when it failed, once for each attempt."""
+
+    def write(step: SagaStep) -> None:
+        step.session.execute("select relay.enqueue('other', '{}')")
+        if step.attempt < 3:
+            raise RuntimeError("not yet")
+
+    def run(ctx: Context, event: Message) -> None:
+        ctx.step("write", write)
+
+    of = made(run)
+    declare(outbox, of)
+    outbox.worker.execute("select relay.declare_queue('other')")
+    tell(outbox, "a")
+    with working(Worker(outbox.worker_dsn, of, poll=0.05)):
+        wait_until(lambda: states(outbox) == ["done"])
+    left = "select count(*) from relay.queue_messages join relay.queues as q on q.id = queue_id where q.name = 'other'"
+    assert outbox.column(left) == [1]
+
+
+def test_a_conflict_of_transactions_is_no_outcome_of_a_step(outbox: Outbox) -> None:
+    """dbos-inc/dbos-transact-py#679: a serialization failure was recorded as what the step had come to."""
+    tried: list[int] = []
+
+    def conflicting(step: SagaStep) -> None:
+        tried.append(step.attempt)
+        if len(tried) < 3:
+            step.session.execute("do $$ begin raise serialization_failure; end $$")
+
+    def run(ctx: Context, event: Message) -> None:
+        ctx.step("conflicting", conflicting)
+
+    of = made(run)
+    declare(outbox, of)
+    tell(outbox, "a")
+    with working(Worker(outbox.worker_dsn, of, poll=0.05)):
+        wait_until(lambda: states(outbox) in (["done"], ["compensated"]))
+    assert states(outbox) == ["done"]
 
 
 def test_what_a_step_has_returned_is_the_same_each_time() -> None:
