@@ -20,7 +20,7 @@ class UnknownSaga(Missing):
     """The group has no saga of this id."""
 
 
-def listed(settings: Settings, wanted: SagaSelection, limit: int) -> list[SagaRow]:
+def listed(settings: Settings, wanted: SagaSelection, limit: int, after: int = 0) -> list[SagaRow]:
     """Read the sagas of the group that a filter selects, the oldest first; by default those that have not ended.
 
     Raises ConfigurationError if there is no such state, psycopg.Error.
@@ -29,14 +29,16 @@ def listed(settings: Settings, wanted: SagaSelection, limit: int) -> list[SagaRo
     if unknown:
         raise ConfigurationError(f"--state: {unknown[0]!r} is not {states.listed(states.SAGAS)}")
     with reach_target(settings) as target:
-        return sagas.listed(target, settings.group, wanted, limit)
+        return sagas.listed(target, settings.group, wanted, limit, after)
 
 
-def shown(settings: Settings, name: str) -> tuple[SagaRow, list[SagaEntry]]:
-    """Read a saga by its id, and what has happened in it. Raises UnknownSaga, psycopg.Error."""
+def shown(
+    settings: Settings, name: str, limit: int | None = None, after: int = 0
+) -> tuple[SagaRow, list[SagaEntry]]:
+    """Read a saga by its id, and what has happened in it from a number on. Raises UnknownSaga, psycopg.Error."""
     with reach_target(settings) as target:
         found = _named(target, settings, name)
-        return found, sagas.entries(target, found.id)
+        return found, sagas.entries(target, found.id, limit, after)
 
 
 SAGA = Subject("saga", "ID", "The id of the saga: see `relay saga list`.")

@@ -27,7 +27,8 @@ from relay.store.dead_letters.selection import ActedOnDead, DeadTransaction, Kin
 from relay.store.deferred.selection import Deferred
 from relay.store.endpoints import StoredEndpoint
 from relay.store.queues import MessageSelection, QueueFigures
-from relay.store.states import MessageState
+from relay.store.sagas import SagaRow, SagaSelection
+from relay.store.states import MessageState, SagaState
 from relay.web.problems import PROBLEM, Problem
 
 DESCRIPTION = """
@@ -191,6 +192,27 @@ def discard_queue(
     if not act.all and not act.ids:
         raise ConfigurationError("ids: is empty: name the dead letters, or give all: true")
     return MessageCount(messages=group.discard(act.selection(queue), caller.name, act.reason))
+
+
+@router.get(_GROUP + "/sagas", tags=["sagas"])
+def sagas(
+    group: GroupDep,
+    limit: Limit = PAGE,
+    after: int = 0,
+    saga: str | None = None,
+    version: int | None = None,
+    state: SagaState | None = None,
+) -> Page[SagaRow]:
+    """List sagas, the oldest first; without a state those that have not ended."""
+    wanted = SagaSelection(saga, None, version, [state] if state else None)
+    return group.sagas(wanted, limit, after)
+
+
+@router.get(_GROUP + "/sagas/{saga}", tags=["sagas"])
+def saga(group: GroupDep, saga: str, limit: Limit = PAGE, after: int = 0) -> models.SagaAnswer:
+    """Read a saga by its id, and what has happened in it, in order."""
+    found, entries = group.saga(saga, limit, after)
+    return models.SagaAnswer(saga=found, entries=list(entries.rows), next=entries.next)
 
 
 @router.get(_GROUP + "/schedules", tags=["schedules"])

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 import psycopg
 
-from relay.admin import endpoints, events, queues, resend, schedules, sinks, status, tokens
+from relay.admin import endpoints, events, queues, resend, sagas, schedules, sinks, status, tokens
 from relay.admin.acts import Act, Done, Missing
 from relay.admin.connections import reach_target
 from relay.admin.dead_letters import DeadLetters, printed
@@ -56,6 +56,7 @@ from relay.store.endpoints import StoredEndpoint
 from relay.store.filters import DeferredSelection
 from relay.store.positions import offsets
 from relay.store.queues import MessageSelection, QueueFigures, QueueItem
+from relay.store.sagas import SagaEntry, SagaRow, SagaSelection
 from relay.store.schedules import ScheduleRow
 from relay.web.sessions import ACT_SECONDS, acting, reading
 
@@ -334,6 +335,18 @@ class GroupView:
         """Give a message that nobody has another payload; return whether there is one. Raises Missing."""
         with acting(by):
             return queues.edit(self._settings, name, number, payload, reason)
+
+    def sagas(self, wanted: SagaSelection, limit: int = PAGE, after: int = 0) -> Page[SagaRow]:
+        """Read the sagas that a filter selects, the oldest first; by default those that have not ended."""
+        with reading():
+            rows = sagas.listed(self._settings, wanted, limit + 1, after)
+        return _page(rows, limit, lambda each: each.id)
+
+    def saga(self, name: str, limit: int = PAGE, after: int = 0) -> tuple[SagaRow, Page[SagaEntry]]:
+        """Read a saga by its id, and what has happened in it, in order. Raises Missing."""
+        with reading():
+            found, rows = sagas.shown(self._settings, name, limit + 1, after)
+        return found, _page(rows, limit, lambda each: each.number)
 
     def schedules(self, limit: int = PAGE, after: str = "") -> tuple[list[ScheduleRow], str | None]:
         """Read schedules in the order of their names, and the name after which more follow; None at the end."""

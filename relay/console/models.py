@@ -25,6 +25,7 @@ from relay.store.dead_letters import DeadLetterAction, of_queue
 from relay.store.dead_letters.selection import DeadLetterSelection
 from relay.store.filters import DeferredSelection, Filter, Moment, Text
 from relay.store.queues import MessageSelection, QueueFigures, QueueItem
+from relay.store.sagas import SagaEntry, SagaRow
 from relay.store.schedules import ScheduleRow
 from relay.web.problems import described
 
@@ -112,6 +113,14 @@ class QueueAnswer(Model):
 
     figures: QueueFigures
     items: list[QueueItem]
+
+
+class SagaAnswer(Model):
+    """A saga, and what has happened in it; `next` is `after` of the following entries."""
+
+    saga: SagaRow
+    entries: list[SagaEntry]
+    next: int | None
 
 
 class SchedulesAnswer(Model):

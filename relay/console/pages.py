@@ -42,6 +42,7 @@ from relay.store.dead_letters import of_queue
 from relay.store.dead_letters.selection import SHOWN_CHARACTERS, DeadLetterSelection
 from relay.store.filters import DeferredSelection
 from relay.store.queues import MessageSelection
+from relay.store.sagas import SagaSelection
 
 router = APIRouter(include_in_schema=False)
 
@@ -100,7 +101,7 @@ _SINK_ACTIONS = 10
 _PATTERNS = 5
 """How many hosts and event types of a token are shown."""
 _HOURS = (0.25, 1.0, HISTORY_HOURS)
-_OWN_PAGES = ("sink", "queue", "schedule")
+_OWN_PAGES = ("sink", "queue", "saga", "schedule")
 """What has a page of its own beside that of the list."""
 _OFTEN, _RARELY = 5, 15
 """Seconds between two refreshes of a page."""
@@ -283,6 +284,49 @@ def messages_action(request: Request, views: ViewsDep, sent: SubmissionDep) -> R
         changed = sent.group.cancel_messages(name, wanted, operator, reason)
         text = f"{counted(changed, 'message', 'messages')} cancelled."
     return views.done(request, address(sent.group.name, "queue", name=name), text)
+
+
+@router.get("/groups/{group}/sagas")
+def sagas(
+    request: Request,
+    views: ViewsDep,
+    group: GroupDep,
+    saga: str = "",
+    state: str = "",
+    after: int = 0,
+    limit: int = PAGE,
+) -> Response:
+    """Show sagas, by default those that have not ended."""
+    wanted = SagaSelection(saga=saga.strip() or None, states=[state] if state else None)
+    old = group.kept(
+        ("sagas", saga, state, after, limit),
+        lambda: {"page": group.sagas(wanted, page_size(limit), after)},
+    )
+    given = {name: value for name, value in (("saga", saga), ("state", state)) if value}
+    return views.page(
+        *(request, "sagas.html"),
+        old=old,
+        given=given,
+        after=after,
+        states=states.SAGAS,
+        refresh=_OFTEN,
+    )
+
+
+@router.get("/groups/{group}/saga")
+def saga(
+    request: Request, views: ViewsDep, group: GroupDep, name: str, after: int = 0, limit: int = PAGE
+) -> Response:
+    """Show a saga, what has happened in it, and the forms of its actions."""
+
+    def read() -> dict[str, Any]:
+        found, entries = group.saga(name, page_size(limit), after)
+        return {"saga": found, "page": entries}
+
+    old = group.kept(("saga", name, after, limit), read)
+    return views.page(
+        request, "saga.html", old=old, after=after, ended=states.ENDED_SAGAS, refresh=_OFTEN
+    )
 
 
 @router.get("/groups/{group}/schedules")

@@ -26,6 +26,7 @@ SECTIONS = (
     ("", "Overview"),
     ("sinks", "Sinks"),
     ("queues", "Queues"),
+    ("sagas", "Sagas"),
     ("schedules", "Schedules"),
     ("events", "Events"),
     ("dead-letters", "Dead letters"),

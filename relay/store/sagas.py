@@ -49,16 +49,16 @@ class SagaSelection:
 
 
 def listed(
-    conn: psycopg.Connection[Any], group: str, wanted: SagaSelection, limit: int
+    conn: psycopg.Connection[Any], group: str, wanted: SagaSelection, limit: int, after: int = 0
 ) -> list[SagaRow]:
-    """Read the sagas of a group that a filter selects, the oldest first. Raises psycopg.Error."""
+    """Read the sagas of a group that a filter selects, the oldest first, from an id on. Raises psycopg.Error."""
     with conn.cursor(row_factory=class_row(SagaRow)) as cursor:
         return cursor.execute(
             """
             select s.id, s.saga, s.key, s.version, s.state, s.step, s.next_at, s.since, s.started_at, s.event_id,
                    s.error
               from relay.sagas as s join relay.queues as q on q.name = s.saga
-             where q.group_id = %(group)s and (%(saga)s::text is null or s.saga = %(saga)s)
+             where q.group_id = %(group)s and s.id > %(after)s and (%(saga)s::text is null or s.saga = %(saga)s)
                and (%(id)s::bigint is null or s.id = %(id)s)
                and (%(version)s::int is null or s.version = %(version)s)
                and case when %(states)s::text[] is not null then s.state = any (%(states)s)
@@ -72,16 +72,20 @@ def listed(
                 "version": wanted.version,
                 "states": wanted.states,
                 "limit": limit,
+                "after": after,
             },
         ).fetchall()
 
 
-def entries(conn: psycopg.Connection[Any], number: int) -> list[SagaEntry]:
-    """Read what has happened in a saga, in order. Raises psycopg.Error."""
+def entries(
+    conn: psycopg.Connection[Any], number: int, limit: int | None = None, after: int = 0
+) -> list[SagaEntry]:
+    """Read what has happened in a saga, in order, from a number on. Raises psycopg.Error."""
     with conn.cursor(row_factory=class_row(SagaEntry)) as cursor:
         return cursor.execute(
-            "select number, kind, step, result, at from relay.saga_steps where saga_id = %s order by number",
-            (number,),
+            "select number, kind, step, result, at from relay.saga_steps where saga_id = %s and number > %s "
+            "order by number limit %s",
+            (number, after, limit),
         ).fetchall()
 
 

@@ -26,7 +26,8 @@ DEAD: tuple[DeadStatus, ...] = get_args(DeadStatus)
 
 SagaState = Literal["running", "waiting", "undoing", "stuck", "done", "compensated", "given_up"]
 SAGAS: tuple[SagaState, ...] = get_args(SagaState)
-"""Where a saga is, as `relay.sagas` tells it; the last three have ended."""
+"""Where a saga is, as `relay.sagas` tells it."""
+ENDED_SAGAS = SAGAS[-3:]
 
 
 def listed(words: tuple[str, ...]) -> str:

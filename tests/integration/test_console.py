@@ -18,6 +18,8 @@ import httpx
 import pytest
 from psycopg.types.json import Jsonb
 
+from relay.client.saga import Context, saga
+from relay.client.worker import Message, Worker
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.schedules.ticking import Ticker
@@ -26,6 +28,7 @@ from tests.console import TOKEN, Program, Visitor, console_of, served
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import relay, running
 from tests.webhook import Answer, Webhook
+from tests.workers import working
 
 G = "/groups/default"
 
@@ -426,6 +429,65 @@ def test_work_queues(outbox: Outbox) -> None:
         assert visitor.client.get(f"{G}/queue/rebuild?name=other&from=beginning").status_code == 404
     assert [action for _, action, _, _ in acted(outbox)] == [
         *("queue pause", "queue resume", "queue rebuild", "queue rebuild"),
+    ]
+
+
+def test_sagas(outbox: Outbox) -> None:
+    """Their pages list them by state and show what has happened; a step is skipped, one given up, also by the API."""
+
+    def run(ctx: Context, event: Message) -> None:
+        ctx.step("one", lambda step: {"by": "<i>"})
+        ctx.wait("b")
+
+    of = saga("orders", starts="a", waits="b", key="host")(run)
+    statement, text = of.queue.declaration()
+    outbox.worker.execute(statement.with_parameter("%s").encode(), (text,))
+    begin = "select relay.enqueue('orders', '{}', 'a', %s)"
+    for number in (1, 2):
+        outbox.worker.execute(begin, (str(host(number)),))
+    waiting = "select id from relay.sagas where state = 'waiting' order by id"
+    with working(Worker(outbox.worker_dsn, of, poll=0.05)):
+        wait_until(lambda: len(outbox.column(waiting)) == 2)
+    first, second = outbox.column(waiting)
+    outbox.conn.execute(
+        "update relay.sagas set state = 'stuck', step = 'one', error = 'undo of step one: no' where id = %s",
+        (first,),
+    )
+    with served(outbox.settings(observe=console_of())) as address:
+        api, visitor = Program(address), Visitor(address)
+        found = api.get("/sagas", limit=1)
+        assert ([each["id"] for each in found["rows"]], found["next"]) == ([first], first)
+        found = api.get("/sagas", limit=1, after=first)
+        assert ([each["id"] for each in found["rows"]], found["next"]) == ([second], None)
+        assert [each["id"] for each in api.get("/sagas", state="stuck")["rows"]] == [first]
+        assert api.get("/sagas", version=2)["rows"] == []
+        assert api.client.get("/sagas", params={"state": "lost"}).status_code == 422
+        shown = api.get(f"/sagas/{first}", limit=2)
+        assert [each["kind"] for each in shown["entries"]] == ["event", "step"]
+        assert shown["next"] == 2
+        assert api.get(f"/sagas/{first}", after=2)["next"] is None
+        assert api.client.get("/sagas/99").status_code == 404
+        listed = visitor.page(f"{G}/sagas?state=stuck")
+        assert "undo of step one: no" in listed
+        assert f"name={second}" not in listed
+        page = visitor.page(f"{G}/saga?name={first}")
+        assert "&lt;i&gt;" in page
+        assert "Give up" in page
+        # The result of a step that is skipped need not be given.
+        done = visitor.send(f"{G}/saga/skip", name=str(first), result="", reason="by hand")
+        assert f"Saga {first} is undoing." in done.text
+        asked = visitor.page(f"{G}/saga/give-up?name={first}")
+        assert f"Saga {first} of orders, with the key " in asked
+        assert "is given_up then." in asked
+        visitor.send(f"{G}/saga/give-up", name=str(first), reason="enough")
+        assert "Give up" not in visitor.page(f"{G}/saga?name={first}")
+        assert visitor.send(f"{G}/saga/undo", name=str(first), reason="x").status_code == 409
+        assert visitor.client.get(f"{G}/saga?name=99").status_code == 404
+        assert api.post(f"/sagas/{second}/undo") == {"changed": True}
+    assert [(action, who) for _, action, _, who in acted(outbox)] == [
+        ("saga skip", "anna"),
+        ("saga give-up", "anna"),
+        ("saga undo", "robot"),
     ]
 
 
