@@ -23,7 +23,7 @@ from relay.observe.troubles import Trouble, Urgency
 from relay.source.outbox.search import EventSearch
 from relay.store.dead_letters import DeadLetterAction, of_queue
 from relay.store.dead_letters.selection import DeadLetterSelection
-from relay.store.filters import DeferredSelection, Filter, Moment, Text
+from relay.store.filters import DeferredSelection, Filter, Moment
 from relay.store.queues import MessageSelection, QueueFigures, QueueItem
 from relay.store.sagas import SagaEntry, SagaRow
 from relay.store.schedules import ScheduleRow
@@ -31,6 +31,7 @@ from relay.web.problems import described
 
 REASON_CHARACTERS = 1_000
 
+Text = Annotated[str, StringConstraints(max_length=1_000)]
 ReasonText = Annotated[
     str, StringConstraints(strip_whitespace=True, min_length=1, max_length=REASON_CHARACTERS)
 ]

@@ -482,9 +482,10 @@ def test_an_option_of_a_stream_is_refused_in_a_batch_and_the_other_way_round(
     spark: SparkSession, outbox: Outbox, tmp_path: Path
 ) -> None:
     with pytest.raises(
-        AnalysisException, match="option reader: is of a stream, and this is a batch"
+        AnalysisException,
+        match="option startingPosition: is of a stream, and this is a batch",
     ):
-        load(spark, outbox, reader="r").count()
+        load(spark, outbox, startingPosition="1:1:").count()
     with (
         pytest.raises(Exception, match="option toOffset: is of a batch, and this is a stream"),
         query(spark, outbox, tmp_path, toOffset="7") as running,
@@ -599,7 +600,7 @@ def test_rows_that_nobody_takes_are_not_waited_for(outbox: Outbox) -> None:
     for _ in range(3):
         outbox.publish(host(1), event(payload={"text": "x" * 2_000_000}))
     options = parse({"dsn": outbox.jobs_dsn})
-    portion = replace(portion_of(outbox), xids=(3, 1 << 40))
+    portion = replace(portion_of(outbox), xids=(3, 1 << 40), unmarked=False)
     slow = sql.SQL("case when c_offset > 1 then pg_sleep(60) end is null")
     found = read(options.dsn, options.table, portion, 8, slow, ["payload"])
     assert len(next(found)) == 1
