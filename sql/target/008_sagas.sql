@@ -18,7 +18,7 @@ create table if not exists relay.sagas (
     ended_at   timestamptz
 ) with (fillfactor = 70);
 create unique index if not exists sagas_open on relay.sagas (saga, key) where ended_at is null;
-create index if not exists sagas_keys on relay.sagas (saga, key, id);
+create index if not exists sagas_events on relay.sagas (saga, key, event_id);
 create index if not exists sagas_ended on relay.sagas (saga, ended_at) where ended_at is not null;
 
 comment on table relay.sagas is

@@ -117,7 +117,8 @@ def test_an_event_of_cancels_undoes_a_saga_between_two_steps_and_between_two_att
         wait_until(lambda: states(outbox) == ["compensated"] * 2)
         wait_until(lambda: outbox.value("select count(*) from relay.queue_messages") == 0)
     assert outbox.column(
-        "select step from relay.saga_steps where kind = 'undone' order by saga_id, number"
+        "select e.step from relay.saga_steps as e join relay.sagas as s on s.id = e.saga_id"
+        " where e.kind = 'undone' order by s.key, e.number"
     ) == [
         "cancelled meanwhile",
         "first",
