@@ -387,9 +387,9 @@ class SagaAttempt:
         return self.message.event_type == WAKE and self.message.key is None
 
     @property
-    def behind(self) -> list[str]:
+    def pending(self) -> list[str]:
         """The types of the events of the saga that are there and not taken in yet, in order."""
-        return self.found.get("behind", [])  # type: ignore[no-any-return]
+        return self.found.get("pending", [])  # type: ignore[no-any-return]
 
     def _cancelled_by(self, is_event: bool) -> str | None:
         """Return the type of the event that makes a saga fail which does not fail yet.
@@ -401,7 +401,7 @@ class SagaAttempt:
         rules = self.saga.rules
         if is_event and _matches(rules.cancels, self.message.event_type):
             return self.message.event_type
-        for each in self.behind:
+        for each in self.pending:
             if _matches(rules.cancels, each):
                 return each
             if _matches(rules.starts, each):
@@ -462,7 +462,7 @@ class SagaAttempt:
                     await result
         except (Exception, BaseExceptionGroup, _Stop) as error:
             raised = error
-        outcome = await context.settled(raised)
+        outcome = await context.outcome_after(raised)
         if outcome.fault is not None and context.has_effect:
             # What was done commits; the fault comes again with the next attempt.
             return _Outcome()
@@ -671,7 +671,7 @@ class Context:
             )
             self._stop(_Outcome(fault=fault))
 
-    async def settled(self, error: BaseException | None) -> _Outcome:
+    async def outcome_after(self, error: BaseException | None) -> _Outcome:
         """Return how the attempt ends, whose function has returned or raised: after the step that runs beside it."""
         self._is_left = True
         async with self._turn:
@@ -811,7 +811,7 @@ class Context:
         return None if number is None else self._message(self._entries[number - 1][2])
 
     def _comes(self, event_type: str) -> bool:
-        return any(fnmatchcase(each, event_type) for each in self._attempt.behind)
+        return any(fnmatchcase(each, event_type) for each in self._attempt.pending)
 
     def _arrived(self, event_type: str, match: Callable[[Message], bool] | None) -> int | None:
         """Return the number of the first event that fits and that no wait has had."""

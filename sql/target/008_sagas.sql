@@ -70,7 +70,7 @@ create index if not exists queue_messages_later_keys on relay.queue_messages (qu
     where available_at is not null and key is not null;
 
 -- What a worker needs to know of the saga that a message is for, whose row it locks: as JSON, with the entries from a number on where the
--- worker knows those before. behind: the types of its first 100 events that nobody has taken in yet, in order. busy: another message
+-- worker knows those before. pending: the types of its first 100 events that nobody has taken in yet, in order. busy: another message
 -- drives the saga right now. known: the saga that this event has started, or one of
 -- this key that has ended, is there.
 create or replace function relay.begin_saga(
@@ -107,7 +107,7 @@ begin
     return json_build_object(
         'key', m.key, 'now', clock_timestamp(), 'interruptions', m.interruptions, 'failure', m.error,
         -- With the order that only one index has each, as in relay.lock_messages.
-        'behind', (select coalesce(json_agg(e.event_type order by e.id), '[]') from (
+        'pending', (select coalesce(json_agg(e.event_type order by e.id), '[]') from (
             (select n.id, n.event_type from relay.queue_messages as n
               where n.queue_id = q.id and n.available_at is null and n.key >= m.key and n.key <= m.key and n.id <> begin_saga.id
               order by n.key, n.id limit 100)
