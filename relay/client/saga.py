@@ -18,6 +18,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from fnmatch import fnmatchcase
+from threading import Lock
 from typing import Any, NoReturn, Protocol
 
 from relay.causes import Causing, handling
@@ -46,7 +47,8 @@ _FOR_EVER = 2**31 - 1
 _NAMESPACE = uuid.UUID("7d2a6f6e-52c4-4b3c-9d0f-3a1c5e1d8f00")
 
 _BEGIN = sessions.Statement.selecting(
-    "relay.begin_saga(p.a->>'queue', (p.a->>'id')::bigint, (p.a->>'saga')::bigint, (p.a->>'entries')::int)::text"
+    "relay.begin_saga(p.a->>'queue', (p.a->>'id')::bigint, (p.a->>'saga')::bigint, (p.a->>'entries')::int,"
+    " (p.a->>'at')::timestamptz)::text"
 )
 ADVANCE = call_of(
     "relay.advance_saga",
@@ -128,33 +130,32 @@ class Saga:
                 raise ValueError(
                     f"saga {queue.name}: all its versions are coroutine functions, or none is"
                 )
-        self._known: dict[int, tuple[int, list[Entry]]] = {}
         self._missing: set[int] = set()
 
     def handler(self, outbox: Outbox) -> Function:
         """Return the handler of the messages of the saga's queue, for a worker."""
+        known = KnownSagas()
         if self.is_async:
 
             async def handle(message: Message, session: Any) -> None:
-                await SagaAttempt(self, message, _AsyncSession(session), outbox).run()
+                await SagaAttempt(self, message, _AsyncSession(session), outbox, known).run()
 
             return handle
 
         def handle_now(message: Message, session: Any) -> None:
-            finished(SagaAttempt(self, message, _Session(session), outbox).run())
+            finished(SagaAttempt(self, message, _Session(session), outbox, known).run())
 
         return handle_now
 
-    def known(self, message: Message) -> tuple[int, list[Entry]] | None:
-        """The saga that a message has driven in this process, and what was known of it."""
-        return self._known.pop(message.id, None)
-
-    def keep(self, message: Message, saga: int | None, entries: list[Entry]) -> None:
-        """Keep what is known of a saga for the next attempt with its message, so that only what is new is read."""
-        if saga is not None:
-            self._known[message.id] = saga, entries
-        while len(self._known) > 1_000:
-            self._known.pop(next(iter(self._known)))
+    def require_awaited(self, event_type: str) -> None:
+        """Raise SagaFault for a type, or a pattern, of which the queue gets no event."""
+        types = (self.queue.match or {})["event_type"]
+        if not any(
+            fnmatchcase(event_type, each) or fnmatchcase(each, event_type) for each in types
+        ):
+            raise SagaFault(
+                f"wait: {event_type} is not among the saga's `waits`: it would never come"
+            )
 
     def lacks(self, version: int) -> bool:
         """Note that a saga has a version that the worker has not; returns whether that is new."""
@@ -245,6 +246,35 @@ _WITHIN: ContextVar[Context | None] = ContextVar("relay_saga_within", default=No
 
 Entry = tuple[str, str, Any]
 """What has happened in a saga: the kind, the step, and the result, as rows of `relay.saga_steps`."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownSaga:
+    """What a worker has read of a saga: its id, its entries, and when the last of them was added."""
+
+    id: int | None = None
+    entries: Sequence[Entry] = ()
+    at: str | None = None
+
+
+class KnownSagas:
+    """What a worker has read of the sagas that its messages drive, so that the next attempt reads only what is new."""
+
+    def __init__(self) -> None:
+        self._of_messages: dict[int, KnownSaga] = {}
+        self._using = Lock()
+
+    def pop(self, message: int) -> KnownSaga:
+        """Return what is known of the saga that a message has driven, and forget it."""
+        with self._using:
+            return self._of_messages.pop(message, KnownSaga())
+
+    def keep(self, message: int, saga: KnownSaga) -> None:
+        """Keep it for the next attempt with the message; too much is forgotten, the oldest first."""
+        with self._using:
+            self._of_messages[message] = saga
+            while sum(len(each.entries) for each in self._of_messages.values()) > MOST_ENTRIES:
+                del self._of_messages[next(iter(self._of_messages))]
 
 
 class SagaSession(Protocol):
@@ -339,14 +369,23 @@ class _Outcome:
 class SagaAttempt:
     """One message for a saga, in the transaction that has claimed it."""
 
-    def __init__(self, saga: Saga, message: Message, session: SagaSession, outbox: Outbox) -> None:
+    def __init__(
+        self,
+        saga: Saga,
+        message: Message,
+        session: SagaSession,
+        outbox: Outbox,
+        sagas: KnownSagas,
+    ) -> None:
         self.saga, self.message, self.session, self.outbox = saga, message, session, outbox
+        self._sagas = sagas
 
     async def run(self) -> None:
         """Do the next thing that the saga has to do, and leave in the message how the attempt ends."""
         saga, message = self.saga, self.message
-        number, entries = saga.known(message) or (None, [])
-        asked = {"queue": message.queue, "id": message.id, "saga": number, "entries": len(entries)}
+        before = self._sagas.pop(message.id)
+        asked = {"queue": message.queue, "id": message.id, "saga": before.id}
+        asked |= {"entries": len(before.entries), "at": before.at}
         found = json.loads(await self.session.query(_BEGIN, json.dumps(asked)))
         self.found, self.now = found, moment_of(found["now"])
         is_event = message.event_type != WAKE
@@ -360,7 +399,7 @@ class SagaAttempt:
             self._require_start()
         else:
             self.number, self.version, self.state = found["saga"], found["version"], found["state"]
-            self.entries = [*entries[: found["known"]], *map(_entry, found["entries"])]
+            self.entries = [*before.entries[: found["known"]], *map(_entry, found["entries"])]
             self.known = len(self.entries)
         if self.version not in saga.versions:
             if saga.lacks(self.version):
@@ -491,9 +530,10 @@ class SagaAttempt:
             raise Ends(ADVANCE, given | told) from outcome.raised
         if outcome.ended is not None:
             raise Ends(ADVANCE, given) from outcome.ended
-        if outcome.state in ("running", "undoing"):
+        if outcome.state in ("running", "undoing") and self.number is not None:
             # Not what this attempt adds, which may not commit.
-            self.saga.keep(self.message, self.number, self.entries[: self.known])
+            read = self.entries[: self.known]
+            self._sagas.keep(self.message.id, KnownSaga(self.number, read, self.found.get("at")))
         self.message.endings.append((ADVANCE, json.dumps(given)))
 
     def _reason(self) -> str | None:
@@ -576,6 +616,7 @@ class Context:
         An event that has come before, and that no other wait has had, is returned at once. `timeout` is in seconds, or
         a time. The saga's `waits` must have the type.
         """
+        self._attempt.saga.require_awaited(event_type)
         named = self._numbered(name or event_type)
         return self._given(self._wait(named, event_type, match, timeout))
 

@@ -14,7 +14,7 @@ from typing import Any
 from relay.client.event import Event
 from relay.client.messages import RELEASE, Ends, Message
 from relay.client.outbox import Outbox
-from relay.client.saga import ADVANCE, WAKE, Entry, Saga, SagaAttempt, finished
+from relay.client.saga import ADVANCE, WAKE, Entry, KnownSagas, Saga, SagaAttempt, finished
 from relay.client.sessions import Statement
 from relay.outcomes import Drop, Fail
 
@@ -127,7 +127,7 @@ class SagaRun:
 
     def _attempt(self, message: Message) -> Message | None:
         """Work a message once; returns it as it is tried again, None if it is done."""
-        attempt = SagaAttempt(self.saga, message, _MemorySession(self), Outbox())
+        attempt = SagaAttempt(self.saga, message, _MemorySession(self), Outbox(), KnownSagas())
         before = len(self.sent)
         values: dict[str, Any] = {
             each: getattr(message, each)

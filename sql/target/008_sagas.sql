@@ -74,7 +74,8 @@ create index if not exists queue_messages_later_keys on relay.queue_messages (qu
 -- drives the saga right now. known: the saga that this event has started, or one of
 -- this key that has ended, is there.
 create or replace function relay.begin_saga(
-    queue text, id bigint, saga bigint default null, entries int default 0, call relay.call default relay.this_call()
+    queue text, id bigint, saga bigint default null, entries int default 0, at timestamptz default null,
+    call relay.call default relay.this_call()
 ) returns json
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set plan_cache_mode = force_generic_plan
@@ -101,7 +102,10 @@ begin
                                 where s.saga = begin_saga.queue and s.key = m.key and s.event_id = m.event_id),
             'ended', exists (select from relay.sagas as s where s.saga = begin_saga.queue and s.key = m.key));
     end if;
-    if open.id = begin_saga.saga and begin_saga.entries <= open.entries then
+    -- Of a database that has lost commits, as after a failover, the worker may know entries that are others here.
+    if open.id = begin_saga.saga and exists (
+        select from relay.saga_steps as s
+         where s.saga_id = open.id and s.number = begin_saga.entries and s.at = begin_saga.at) then
         since := begin_saga.entries;
     end if;
     return json_build_object(
@@ -120,6 +124,7 @@ begin
               where n.queue_id = q.id and n.unique_key >= m.key and n.unique_key <= m.key and n.key is null and n.id <> begin_saga.id
               order by n.unique_key limit 100)) as e
              where e.event_type <> 'relay.saga'),
+        'at', (select s.at from relay.saga_steps as s where s.saga_id = open.id and s.number = open.entries),
         'saga', open.id, 'version', open.version, 'state', open.state, 'step', open.step, 'error', open.error, 'known', since,
         'entries', (select coalesce(json_agg(json_build_array(e.kind, e.step, e.result)), '[]')
                       from (select s.kind, s.step, s.result from relay.saga_steps as s
@@ -219,6 +224,8 @@ begin
              where r.ctid = location;
         end if;
         if failure is not null then
+            -- Of two that drive it, as after an operator's act, one is enough.
+            perform relay.remove_saga_messages(q.id, m.key, advance_saga.id);
             perform relay.retry(queue, advance_saga.id, advance_saga.attempt, after, failure, call);
         end if;
         return true;
@@ -235,6 +242,24 @@ begin
         perform relay.wake_saga(q, m.key, m.host_id, advance_saga.next_at);
     end if;
     return true;
+end
+$$;
+
+-- Removes what drives or wakes a saga, but for one message and what workers have.
+create or replace function relay.remove_saga_messages(the_queue bigint, the_key text, but bigint default null) returns void
+language plpgsql
+as $$
+begin
+    perform relay.remove_messages(
+        array(select o.ctid from relay.queue_messages as o
+               where o.queue_id = the_queue and o.available_at is null and o.key = the_key and o.event_type = 'relay.saga'
+                 and o.id is distinct from but for update skip locked)
+        || array(select o.ctid from relay.queue_messages as o
+                  where o.queue_id = the_queue and o.available_at is not null and o.key = the_key and o.event_type = 'relay.saga'
+                    and o.id is distinct from but for update skip locked)
+        || array(select o.ctid from relay.queue_messages as o
+                  where o.queue_id = the_queue and o.unique_key = the_key and o.key is null and o.event_type = 'relay.saga'
+                    and o.id is distinct from but for update skip locked));
 end
 $$;
 
@@ -325,16 +350,7 @@ begin
            ended_at = case when act = 'give up' then clock_timestamp() end
      where s.id = open.id;
     -- What it went on with, or was to be woken by: that has the attempts of another step. A worker that has it waits for this one.
-    perform relay.remove_messages(
-        array(select o.ctid from relay.queue_messages as o
-               where o.queue_id = q.id and o.available_at is null and o.key = open.key and o.event_type = 'relay.saga'
-                 for update skip locked)
-        || array(select o.ctid from relay.queue_messages as o
-                  where o.queue_id = q.id and o.available_at is not null and o.key = open.key and o.event_type = 'relay.saga'
-                    for update skip locked)
-        || array(select o.ctid from relay.queue_messages as o
-                  where o.queue_id = q.id and o.unique_key = open.key and o.key is null and o.event_type = 'relay.saga'
-                    for update skip locked));
+    perform relay.remove_saga_messages(q.id, open.key);
     if act <> 'give up' then
         perform relay.wake_saga(q, open.key, open.host_id);
     end if;
@@ -350,11 +366,12 @@ declare
 begin
     for each in select p.oid from pg_proc as p
                  where p.pronamespace = 'relay'::regnamespace
-                   and p.proname in ('steer_saga', 'begin_saga', 'saga_message', 'advance_saga', 'wake_saga', 'put_aside') loop
+                   and p.proname in ('steer_saga', 'begin_saga', 'saga_message', 'advance_saga', 'wake_saga', 'put_aside',
+                                     'remove_saga_messages') loop
         execute format('revoke all on function %s from public', each);
     end loop;
     if to_regrole('relay_worker') is not null then
-        grant execute on function relay.begin_saga(text, bigint, bigint, int, relay.call),
+        grant execute on function relay.begin_saga(text, bigint, bigint, int, timestamptz, relay.call),
             relay.advance_saga(text, bigint, int, bigint, int, json, text, int, text, timestamptz, text, text, interval, relay.call),
             relay.put_aside(text, bigint, int, interval, text, relay.call),
             relay.steer_saga(text, bigint, text, text, json, relay.call) to relay_worker;
@@ -375,7 +392,8 @@ begin
         return;
     end if;
     grant select, insert, update, delete on relay.sagas, relay.saga_steps to relay_owner;
-    grant execute on function relay.saga_message(bigint, bigint), relay.wake_saga(record, text, text, timestamptz) to relay_owner;
+    grant execute on function relay.saga_message(bigint, bigint), relay.wake_saga(record, text, text, timestamptz),
+        relay.remove_saga_messages(bigint, text, bigint) to relay_owner;
     grant create on schema relay to relay_owner;
     for each in select p.oid from pg_proc as p where p.pronamespace = 'relay'::regnamespace and p.prosecdef
                    and p.proname in ('begin_saga', 'advance_saga', 'put_aside', 'steer_saga') loop

@@ -165,11 +165,13 @@ def test_what_follows_an_operators_act_has_all_its_attempts_and_nothing_old_stay
         steer(outbox, "skip")
         wait_until(lambda: outbox.column("select step from relay.sagas") == ["fails again"])
         wait_until(lambda: outbox.value(tried) >= 10)
-        assert outbox.value("select count(*) from relay.queue_messages") == 1
+        wait_until(lambda: outbox.value("select count(*) from relay.queue_messages") == 1)
         steer(outbox, "undo")
         wait_until(lambda: states(outbox) == ["compensated"])
         wait_until(lambda: outbox.value("select count(*) from relay.queue_messages") == 0)
-    assert attempts == {"next": [1, 2, 3], "undo": [1, 2, 3]}
+    # A worker that had the former message may try once more, from the first.
+    for numbers in attempts.values():
+        assert (numbers[0], numbers[-1]) == (1, 3), attempts
 
 
 def test_a_saga_that_is_given_up_leaves_nothing_that_would_wake_it(outbox: Outbox) -> None:
@@ -203,3 +205,27 @@ def test_an_erased_host_has_no_message_of_a_saga_that_a_worker_had(outbox: Outbo
         assert erased.result(60).removed["sagas"] == 1
     assert outbox.value("select count(*) from relay.queue_messages") == 0
     assert outbox.value("select count(*) from relay.queue_done") == 0
+
+
+def test_entries_that_are_others_after_a_failover_are_read_again(outbox: Outbox) -> None:
+    """A worker keeps what it has read of a saga; a standby that lacked the last commit has other entries."""
+
+    def lost(step: SagaStep) -> None:
+        outbox.conn.execute(
+            "update relay.saga_steps set result = '7', at = clock_timestamp() where step = 'first'"
+        )
+
+    seen = []
+
+    def buy(ctx: Context, event: Message) -> None:
+        first = ctx.step("first", one)
+        ctx.step("second", lost)
+        ctx.step("third", one)
+        seen.append(first)
+
+    of = made(buy)
+    declare(outbox, of)
+    tell(outbox.worker, "order.placed")
+    with working(Worker(outbox.worker_dsn, of, poll=0.05)):
+        wait_until(lambda: states(outbox) == ["done"])
+    assert seen[-1] == 7

@@ -142,3 +142,14 @@ def test_a_name_that_the_database_has_not_is_a_fault_before_its_step(name: str) 
     with pytest.raises(SagaFault, match="NUL"):
         run_of.event("a")
     assert run_of.ran == []
+
+
+def test_a_wait_for_what_never_comes_is_a_fault_at_once() -> None:
+    """It waited for ever, and nothing said so: the queue gets only the types that the saga names."""
+    for awaited, is_known in (("b1", True), ("b*", True), ("a", True), ("c", False), ("c*", False)):
+        run_of = SagaRun(made(lambda ctx, event, awaited=awaited: ctx.wait(awaited)))
+        if is_known:
+            run_of.event("a")
+            continue
+        with pytest.raises(SagaFault, match="would never come"):
+            run_of.event("a")
