@@ -451,7 +451,10 @@ class SagaAttempt:
         """Hold an event that starts no saga, and for which there is none. Raises what ends its attempt."""
         message, rules = self.message, self.saga.rules
         if self.found["key"] is None:
-            raise Fail(f"the event has no {self.saga.queue.key}, the key of the saga")
+            key = self.saga.queue.key
+            raise Fail(
+                f"the event has no {key}, the key of the saga (relay.enqueue takes a message's as `key`)"
+            )
         if _matches(rules.starts, message.event_type):
             return
         if self.found["ended"]:

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
 from relay.store import states
 from relay.store.states import DeferredKind
+
+Text = Annotated[str, StringConstraints(max_length=1_000_000)]
+"""What rows are looked for by. A bound lets pydantic refuse half of a surrogate pair, too."""
 
 
 def _aware(moment: datetime) -> datetime:
@@ -34,9 +37,9 @@ class DeferredSelection(Filter):
     """A filter for deferred transactions: it selects those that meet every condition."""
 
     ids: Sequence[int] = Field([], description="The transaction; repeatable.")
-    sink: str | None = Field(None, description="The sink that it goes to; '' for the target.")
-    handler: str | None = Field(None, description="The handler that failed last.")
+    sink: Text | None = Field(None, description="The sink that it goes to; '' for the target.")
+    handler: Text | None = Field(None, description="The handler that failed last.")
     kind: DeferredKind | None = Field(None, description=f"One of {', '.join(states.DEFERRED)}.")
-    key: str | None = Field(None, description="One of its ordering keys.")
-    host: str | None = Field(None, description="One of its host_ids.")
-    endpoint: str | None = Field(None, description="The one of several endpoints that it goes to.")
+    key: Text | None = Field(None, description="One of its ordering keys.")
+    host: Text | None = Field(None, description="One of its host_ids.")
+    endpoint: Text | None = Field(None, description="The one of several endpoints that it goes to.")

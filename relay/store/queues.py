@@ -12,7 +12,7 @@ from psycopg import sql
 from psycopg.rows import class_row
 from pydantic import Field
 
-from relay.store.filters import Filter
+from relay.store.filters import Filter, Text
 from relay.store.states import MESSAGES, MessageState, listed
 
 
@@ -70,11 +70,11 @@ class MessageSelection(Filter):
     """A filter for the messages of a queue: it selects those that meet every condition."""
 
     id: int | None = Field(None, description="The id of the message.")
-    event_id: str | None = Field(None, description="The id of its event.")
-    key: str | None = Field(None, description="Its ordering key.")
-    event_type: str | None = Field(None, description="Its event_type.")
-    host_id: str | None = Field(None, description="Its host_id.")
-    error: str | None = Field(None, description="A part of the error of its last attempt.")
+    event_id: Text | None = Field(None, description="The id of its event.")
+    key: Text | None = Field(None, description="Its ordering key.")
+    event_type: Text | None = Field(None, description="Its event_type.")
+    host_id: Text | None = Field(None, description="Its host_id.")
+    error: Text | None = Field(None, description="A part of the error of its last attempt.")
     states: list[MessageState] | None = Field(
         None, description=f"Its state: {listed(MESSAGES)}; repeatable."
     )

@@ -307,7 +307,7 @@ def test_an_event_without_a_key_is_a_dead_letter(outbox: Outbox) -> None:
     with working(Worker(outbox.worker_dsn, of, poll=0.05)):
         wait_until(lambda: outbox.column("select count(*) from relay.dead_letters") == [1])
     assert outbox.column("select exception from relay.dead_letters") == [
-        "Fail: the event has no payload.group, the key of the saga"
+        "Fail: the event has no payload.group, the key of the saga (relay.enqueue takes a message's as `key`)"
     ]
 
 

@@ -18,6 +18,7 @@ import pytest
 from relay.admin.dead_letters import DeadLetters
 from relay.admin.sinks import listed, pause, resume, seek
 from relay.config.settings import Settings
+from relay.logs import quiet_libraries
 from relay.runtime.parts import Condition
 from relay.spark.session import Session
 from relay.spark.sink_worker import SparkWorker
@@ -425,6 +426,8 @@ def breaks_the_query(frame: Any) -> Any:
 def test_a_fault_tells_where_and_what_and_no_value(
     outbox: Outbox, session: Session, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    # As each process of relay does; other tests undo it.
+    quiet_libraries()
     outbox.publish(host(1), event(1, payload={"card": "s3cret"}))
     here = "tests.integration.test_spark_handler"
     broken: dict[str, dict[str, str]] = {

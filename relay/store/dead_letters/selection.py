@@ -17,7 +17,7 @@ from pydantic import Field
 from relay.store import states
 from relay.store.actions import Acted
 from relay.store.dead_letters import DeadLetterRow, of_queue, queue_of
-from relay.store.filters import Filter, Moment
+from relay.store.filters import Filter, Moment, Text
 from relay.store.states import DeadStatus
 
 if TYPE_CHECKING:
@@ -44,21 +44,23 @@ class DeadLetterSelection(Filter):
         [],
         description="Ids of dead letters; selects their whole transactions. Those of a queue need its `sink`.",
     )
-    transaction: str | None = Field(None, description="Its transaction_id.")
-    host: str | None = Field(None, description="Its host_id.")
-    sink: str | None = Field(
+    transaction: Text | None = Field(None, description="Its transaction_id.")
+    host: Text | None = Field(None, description="Its host_id.")
+    sink: Text | None = Field(
         None,
         description="The sink to which it belongs; '' for the target, queue:NAME for a work queue.",
     )
-    handler: str | None = Field(None, description="The handler that failed.")
-    kind: str | None = Field(
+    handler: Text | None = Field(None, description="The handler that failed.")
+    kind: Text | None = Field(
         None, description="The kind of fault, as the exception begins: CheckViolation [23514]."
     )
-    event_type: str | None = Field(None, description="Its event_type.")
+    event_type: Text | None = Field(None, description="Its event_type.")
     since: Moment | None = Field(None, description="Dead-lettered at this time (UTC) or later.")
     until: Moment | None = Field(None, description="Dead-lettered before this time (UTC).")
-    exception: str | None = Field(None, description="A part of the exception.")
-    endpoint: str | None = Field(None, description="The one of a sink's endpoints that it was for.")
+    exception: Text | None = Field(None, description="A part of the exception.")
+    endpoint: Text | None = Field(
+        None, description="The one of a sink's endpoints that it was for."
+    )
     status: DeadStatus | None = Field(None, description=f"{states.listed(states.DEAD)}.")
 
     @property
