@@ -229,3 +229,33 @@ def test_entries_that_are_others_after_a_failover_are_read_again(outbox: Outbox)
     with working(Worker(outbox.worker_dsn, of, poll=0.05)):
         wait_until(lambda: states(outbox) == ["done"])
     assert seen[-1] == 7
+
+
+def test_a_child_that_ends_while_its_parent_is_undone_changes_nothing_of_that(
+    outbox: Outbox,
+) -> None:
+    """What it tells its parent comes between two attempts of an undo."""
+
+    def until_the_child_has_ended(step: SagaStep) -> None:
+        if outbox.value("select count(*) from relay.sagas where state = 'done'") != 1:
+            raise RuntimeError("not yet")
+
+    def parent(ctx: Context, event: Message) -> None:
+        ctx.step("pay", one, undo=until_the_child_has_ended)
+        ctx.step("begin", lambda step: tell(step.session, "parcel.wanted", "1", "parcel"), undo=one)
+        ctx.fail("the customer has gone")
+
+    def child(ctx: Context, event: Message) -> None:
+        ctx.step("send", lambda step: tell(step.session, "parcel.sent"))
+
+    both = made(parent, waits="parcel.sent"), made(child, "parcel", starts="parcel.wanted")
+    for each in both:
+        declare(outbox, each)
+    tell(outbox.worker, "order.placed")
+    with working(Worker(outbox.worker_dsn, both[0], poll=0.05)):
+        wait_until(lambda: "undoing" in states(outbox))
+        with working(Worker(outbox.worker_dsn, both[1], poll=0.05)):
+            wait_until(lambda: sorted(states(outbox)) == ["compensated", "done"])
+        wait_until(lambda: outbox.value("select count(*) from relay.queue_messages") == 0)
+    undone = "select step from relay.saga_steps where kind = 'undone' order by number"
+    assert outbox.column(undone) == ["begin", "pay"]
