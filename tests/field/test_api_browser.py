@@ -118,7 +118,8 @@ def test_a_browser_gets_each_event_once_through_a_connection_that_is_cut(outbox:
             _wait_found(browser, len(published) - first)
             assert _found(browser) == published[first:]
             heads = [each.lower() for each in asked if each.startswith(b"GET /v1/events/stream")]
-            assert len(heads) >= 6
+            # After the last cut it need not have come back: what was published may be there.
+            assert len(heads) >= 5
             assert all(b"last-event-id: " in each for each in heads[1:])
             # It gives up where it may not read any more.
             tokens.revoke(settings, "browser")
