@@ -10,11 +10,10 @@ import typer
 
 from relay.admin.phrases import moment
 from relay.cli.acts import ActsGroup
-from relay.cli.options import ConfigOption, JsonOption
+from relay.cli.options import ConfigOption, JsonOption, Without, with_groups
 from relay.cli.terminal import print_facts, print_table
 from relay.config.files import load
 from relay.model.json_fields import json_fields
-from relay.store import states
 from relay.store.sagas import SagaSelection
 
 saga = typer.Typer(
@@ -27,25 +26,19 @@ IdArgument = Annotated[str, typer.Argument(metavar="ID", help="The id of the sag
 
 
 @saga.command("list")
+@with_groups
 def saga_list(
     name: Annotated[str | None, typer.Argument(metavar="SAGA", help="Its name.")] = None,
+    *,
+    wanted: Annotated[SagaSelection, Without(("saga", "id"))],
     config: ConfigOption = None,
-    version: Annotated[int | None, typer.Option("--version", help="Its version.")] = None,
-    state: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--state",
-            help=f"Its state: {states.listed(states.SAGAS)}; repeatable. By default, not ended.",
-        ),
-    ] = None,
     limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 20,
     as_json: JsonOption = False,
 ) -> None:
     """List sagas, the oldest first."""
     from relay.admin.sagas import listed
 
-    wanted = SagaSelection(name, None, version, state or None)
-    found = listed(load(config), wanted, limit)
+    found = listed(load(config), wanted.model_copy(update={"saga": name}), limit)
     if as_json:
         print(json.dumps([json_fields(each) for each in found], indent=2))
         return

@@ -204,7 +204,7 @@ def sagas(
     state: SagaState | None = None,
 ) -> Page[SagaRow]:
     """List sagas, the oldest first; without a state those that have not ended."""
-    wanted = SagaSelection(saga, None, version, [state] if state else None)
+    wanted = SagaSelection(saga=saga, version=version, states=[state] if state else None)
     return group.sagas(wanted, limit, after)
 
 

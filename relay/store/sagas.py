@@ -8,6 +8,11 @@ from typing import Any
 
 import psycopg
 from psycopg.rows import class_row
+from pydantic import Field
+
+from relay.store import states
+from relay.store.filters import Filter, Text
+from relay.store.states import SagaState
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +43,16 @@ class SagaEntry:
     at: datetime
 
 
-@dataclass(frozen=True, slots=True)
-class SagaSelection:
-    """A filter for sagas: those that meet every condition which is not None; without states, those not ended."""
+class SagaSelection(Filter):
+    """A filter for sagas: it selects those that meet every condition; without states or an id, those not ended."""
 
-    saga: str | None = None
-    id: int | None = None
-    version: int | None = None
-    states: list[str] | None = None
+    saga: Text | None = Field(None, description="Its name.")
+    id: int | None = Field(None, description="Its id.")
+    version: int | None = Field(None, description="Its version.")
+    states: list[SagaState] | None = Field(
+        None,
+        description=f"Its state: {states.listed(states.SAGAS)}; repeatable. By default, not ended.",
+    )
 
 
 def listed(
@@ -65,15 +72,7 @@ def listed(
                         else %(id)s::bigint is not null or s.ended_at is null end
              order by s.id limit %(limit)s
             """,
-            {
-                "group": group,
-                "saga": wanted.saga,
-                "id": wanted.id,
-                "version": wanted.version,
-                "states": wanted.states,
-                "limit": limit,
-                "after": after,
-            },
+            {**dict(wanted), "group": group, "limit": limit, "after": after},
         ).fetchall()
 
 
