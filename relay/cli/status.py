@@ -8,7 +8,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
@@ -24,7 +24,7 @@ from relay.config.settings import Settings
 from relay.faults import ConfigurationError, Unreachable
 
 if TYPE_CHECKING:
-    from relay.config.settings import Settings
+    from relay.observe.troubles import Trouble
 
 
 def status(
@@ -92,11 +92,12 @@ def status(
     def show(settings: Settings) -> tuple[dict[str, Any], list[str]]:
         readers = _readers(settings, sink)
         state = read(settings)
+        found = troubles(state, settings.source.mode)
         if not as_json:
-            _print_status(state, settings.source.mode)
+            _print_status(state, settings.source.mode, found)
         document = {
             "group": settings.group,
-            "troubles": [each.as_json() for each in troubles(state, settings.source.mode)],
+            "troubles": [each.as_json() for each in found],
             **state.as_json(),
         }
         if state.faults:
@@ -153,11 +154,9 @@ def _readers(settings: Settings, named: list[str] | None) -> list[str]:
     return named or ["", *known]
 
 
-def _print_status(state: Any, mode: str) -> None:
-    from relay.observe.troubles import troubles
-
+def _print_status(state: Any, mode: str, found: Sequence[Trouble]) -> None:
     facts: list[tuple[str, object]] = [
-        (each.alert, f"{each.line}{_since(each.since)}") for each in troubles(state, mode)
+        (each.alert, f"{each.line}{_since(each.since)}") for each in found
     ]
     facts += [("waits", str(each)) for each in state.waits]
     if state.is_known("target.dsn"):

@@ -98,7 +98,8 @@ def troubles(status: Status, mode: str) -> list[Trouble]:
         *standstills(status),
         *_slowness(status, mode),
         *_target(status),
-        *_outbox(status),
+        *_queues(status),
+        *_schedules(status),
     ):
         by_alert[each.alert].append(each)
     return [each for found in by_alert.values() for each in _bounded(found)]
@@ -217,7 +218,7 @@ def _undelivered(status: Status) -> Iterator[Trouble]:
             )
 
 
-def _outbox(status: Status) -> Iterator[Trouble]:
+def _queues(status: Status) -> Iterator[Trouble]:
     for queue in status.queues:
         name = quote(queue.queue)
         if queue.stopped_at is not None:
@@ -236,6 +237,9 @@ def _outbox(status: Status) -> Iterator[Trouble]:
             stuck = counted(queue.stuck, "run is", "runs are")
             cure = f"see `relay saga list {name} --state stuck`"
             yield Trouble("RelaySagaStuck", f"saga {queue.queue}: {stuck} stuck", cure)
+
+
+def _schedules(status: Status) -> Iterator[Trouble]:
     for schedule in status.schedules:
         if schedule.fault:
             yield Trouble(
