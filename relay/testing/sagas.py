@@ -7,7 +7,7 @@ import json
 import uuid
 from collections.abc import Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -129,11 +129,6 @@ class SagaRun:
         """Work a message once; returns it as it is tried again, None if it is done."""
         attempt = SagaAttempt(self.saga, message, _MemorySession(self), Outbox(), KnownSagas())
         before = len(self.sent)
-        values: dict[str, Any] = {
-            each: getattr(message, each)
-            for each in Message.__dataclass_fields__
-            if each not in ("replies", "results", "endings")
-        }
         try:
             if self.saga.is_async:
                 asyncio.run(attempt.run())
@@ -141,7 +136,7 @@ class SagaRun:
                 finished(attempt.run())
         except _Killed:
             del self.sent[before:]
-            return Message(**values)
+            return self._again(message)
         except Drop:
             return None
         except Fail as error:
@@ -157,14 +152,14 @@ class SagaRun:
             if not message.endings:
                 return None
             given = json.loads(message.endings[-1][1])
-        return self._advanced(given, values)
+        return self._advanced(given, message)
 
     def _give_back(self, message: Message, statement: Statement, ends: Ends) -> None:
         if statement is RELEASE and ends.__cause__ is not None:
             raise ends.__cause__
         self._early.append(message)
 
-    def _advanced(self, given: dict[str, Any], values: dict[str, Any]) -> Message | None:
+    def _advanced(self, given: dict[str, Any], message: Message) -> Message | None:
         self.entries += [(kind, step, result) for kind, step, result in given["added"]]
         self.state, self.step, self.error = given["state"], given["step"], given["error"]
         self.version = given["version"]
@@ -175,9 +170,12 @@ class SagaRun:
         failed = given.get("failure") is not None
         if failed:
             self.now += timedelta(seconds=given["after"] or 1)
-        number = values["attempt"] + 1 if failed else 1
-        more = {"event_type": WAKE, "payload": None, "attempt": number}
-        return Message(**(values | more))
+        number = message.attempt + 1 if failed else 1
+        return self._again(message, event_type=WAKE, payload=None, attempt=number)
+
+    def _again(self, message: Message, **changed: Any) -> Message:
+        """The message as the next attempt gets it."""
+        return replace(message, **changed, replies=[], results=[], endings=[])
 
     def begun(self) -> dict[str, Any]:
         """Return what `relay.begin_saga` says of this run."""
