@@ -57,8 +57,8 @@ ADVANCE = call_of(
     *("p.a->>'step'", "(p.a->>'next_at')::timestamptz", "p.a->>'error'", "p.a->>'failure'"),
     "make_interval(secs => (p.a->>'after')::float8)",
 )
-_PUT_ASIDE = call_of(
-    "relay.put_aside",
+_HOLD = call_of(
+    "relay.hold_event",
     *("p.a->>'queue'", "(p.a->>'id')::bigint", "(p.a->>'attempt')::int"),
     *("make_interval(secs => (p.a->>'seconds')::float8)", "p.a->>'error'"),
 )
@@ -262,19 +262,27 @@ class KnownSagas:
 
     def __init__(self) -> None:
         self._of_messages: dict[int, KnownSaga] = {}
+        self._count = 0
         self._using = Lock()
 
     def pop(self, message: int) -> KnownSaga:
         """Return what is known of the saga that a message has driven, and forget it."""
         with self._using:
-            return self._of_messages.pop(message, KnownSaga())
+            return self._popped(message)
 
     def keep(self, message: int, saga: KnownSaga) -> None:
         """Keep it for the next attempt with the message; too much is forgotten, the oldest first."""
         with self._using:
+            self._popped(message)
             self._of_messages[message] = saga
-            while sum(len(each.entries) for each in self._of_messages.values()) > MOST_ENTRIES:
-                del self._of_messages[next(iter(self._of_messages))]
+            self._count += len(saga.entries)
+            while self._count > MOST_ENTRIES:
+                self._popped(next(iter(self._of_messages)))
+
+    def _popped(self, message: int) -> KnownSaga:
+        saga = self._of_messages.pop(message, KnownSaga())
+        self._count -= len(saga.entries)
+        return saga
 
 
 class SagaSession(Protocol):
@@ -463,7 +471,7 @@ class SagaAttempt:
         if age >= rules.hold:
             raise Fail(f"no saga of its key has begun within {rules.hold:g} s")
         seconds = min(max(age, _FIRST_WAIT_SECONDS), 30.0, max(rules.hold - age, 0.0))
-        self._release(RetryLater("no saga of its key has begun"), seconds, _PUT_ASIDE)
+        self._release(RetryLater("no saga of its key has begun"), seconds, _HOLD)
 
     def _release(
         self,

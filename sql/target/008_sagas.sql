@@ -179,7 +179,7 @@ begin
         values (queue, m.key, m.event_id, m.host_id, advance_saga.version, advance_saga.state, json_array_length(added),
                 advance_saga.step, advance_saga.next_at, advance_saga.error, case when has_ended then clock_timestamp() end)
         returning s.id into the_saga;
-        -- What came before it, and was put aside.
+        -- What came before it, and is held.
         perform relay.begin_times();
         update relay.queue_messages as r set available_at = greatest(clock_timestamp(), q.due_mark)
          where r.ctid = any (array(select o.ctid from relay.queue_messages as o
@@ -283,9 +283,9 @@ begin
 end
 $$;
 
--- Puts an event aside for which there is no saga yet, so that what starts one is not behind it: it is looked at again after an interval,
--- and when a saga of its key begins. Returns whether it was still this worker's.
-create or replace function relay.put_aside(
+-- Holds an event for which there is no saga yet, out of the order of its key, so that it does not block the event that starts one. It is
+-- looked at again after an interval, and when a saga of its key begins. Returns whether it was still this worker's.
+create or replace function relay.hold_event(
     queue text, id bigint, attempt int, after interval, error text default null, call relay.call default relay.this_call()
 ) returns boolean
 language plpgsql security definer set search_path = pg_catalog, pg_temp
@@ -299,7 +299,7 @@ begin
     if taken then
         q := relay.require_queue(queue, call);
         update relay.queue_messages as m set unique_key = coalesce(m.key, m.unique_key), key = null
-         where m.queue_id = q.id and m.id >= put_aside.id and m.id <= put_aside.id and m.available_at is not null;
+         where m.queue_id = q.id and m.id >= hold_event.id and m.id <= hold_event.id and m.available_at is not null;
     end if;
     return taken;
 end
@@ -366,14 +366,14 @@ declare
 begin
     for each in select p.oid from pg_proc as p
                  where p.pronamespace = 'relay'::regnamespace
-                   and p.proname in ('steer_saga', 'begin_saga', 'saga_message', 'advance_saga', 'wake_saga', 'put_aside',
+                   and p.proname in ('steer_saga', 'begin_saga', 'saga_message', 'advance_saga', 'wake_saga', 'hold_event',
                                      'remove_saga_messages') loop
         execute format('revoke all on function %s from public', each);
     end loop;
     if to_regrole('relay_worker') is not null then
         grant execute on function relay.begin_saga(text, bigint, bigint, int, timestamptz, relay.call),
             relay.advance_saga(text, bigint, int, bigint, int, json, text, int, text, timestamptz, text, text, interval, relay.call),
-            relay.put_aside(text, bigint, int, interval, text, relay.call),
+            relay.hold_event(text, bigint, int, interval, text, relay.call),
             relay.steer_saga(text, bigint, text, text, json, relay.call) to relay_worker;
     end if;
     if to_regrole('relay') is not null then
@@ -396,7 +396,7 @@ begin
         relay.remove_saga_messages(bigint, text, bigint) to relay_owner;
     grant create on schema relay to relay_owner;
     for each in select p.oid from pg_proc as p where p.pronamespace = 'relay'::regnamespace and p.prosecdef
-                   and p.proname in ('begin_saga', 'advance_saga', 'put_aside', 'steer_saga') loop
+                   and p.proname in ('begin_saga', 'advance_saga', 'hold_event', 'steer_saga') loop
         execute format('alter function %s owner to relay_owner', each);
     end loop;
     revoke create on schema relay from relay_owner;

@@ -569,7 +569,7 @@ def test_waits_of_a_loop_that_time_out_are_over_once_each() -> None:
 
 
 def test_a_sleep_that_is_computed_anew_ends_when_it_was_to_end() -> None:
-    """cloudflare/workers-sdk#12884: a sleep of another length on replay was another sleep, and began anew."""
+    """cloudflare/workers-sdk#12884: a sleep of another length on replay was another sleep, and began again."""
     lengths = iter((60, 3_600, 7_200))
 
     def run(ctx: Context, event: Message) -> None:
